@@ -1,0 +1,109 @@
+"""What every bench prints: a table for people and, as its last line, one JSON object for programs."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """What a bench may be told."""
+
+    model: str | None = None
+    device: str = "cpu"
+    seed: int = 0
+    quick: bool = False
+    plot: Path | None = None
+
+
+@dataclass(kw_only=True)
+class Report:
+    """Rows and a summary; prints itself."""
+
+    bench: str
+    options: BenchOptions
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    summary: dict[str, Any] = field(default_factory=dict)
+
+    def print(self) -> None:
+        """The table, the summary, then the JSON line."""
+        console = Console(width=int(os.environ.get("COLUMNS", "160")), highlight=False)
+        if self.rows:
+            console.print(_table(self.rows))
+        for key, value in self.summary.items():
+            console.print(f"{key}: {_show(value)}", soft_wrap=True)
+        print(self.json())
+
+    def json(self) -> str:
+        """One line: what was asked, on what, and what came out."""
+        return json.dumps(
+            {
+                "bench": self.bench,
+                "commit": commit(),
+                "hardware": hardware(self.options.device),
+                "model": self.options.model,
+                "seed": self.options.seed,
+                "quick": self.options.quick,
+                "rows": self.rows,
+                "summary": self.summary,
+            }
+        )
+
+
+def commit() -> str:
+    """The commit the code is at, with a + when files differ from it; 'unknown' outside a checkout."""
+    here = Path(__file__).parent
+    try:
+        head = _git(here, "rev-parse", "--short", "HEAD")
+        return head + ("+" if _git(here, "status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def hardware(device: str) -> str:
+    """The processor in words, and the versions that matter for speed."""
+    if device.startswith("cuda"):
+        name = torch.cuda.get_device_name(device)
+    else:
+        model = ""
+        info = Path("/proc/cpuinfo")
+        if info.exists():
+            lines = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+            model = lines[0].partition(":")[2].strip() if lines else ""
+        name = f"{model or platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+    return f"{name}; torch {torch.__version__}"
+
+
+def _git(where: Path, *words: str) -> str:
+    return subprocess.run(["git", "-C", str(where), *words], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table()
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    for column in columns:
+        table.add_column(column, justify="left" if isinstance(rows[0].get(column), str) else "right")
+    for row in rows:
+        table.add_row(*(_show(row.get(column)) for column in columns))
+    return table
+
+
+def _show(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 1e-2 or abs(value) >= 1e4 else f"{value:.3f}".rstrip("0").rstrip(".")
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_show(one)}" for key, one in value.items())
+    return str(value)

@@ -1,0 +1,28 @@
+"""Everything that can be set, in one frozen tree. Unknown keys are errors, values are checked where they are born."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from looseleaf.engine.scheduler import EngineConfig
+from looseleaf.errors import ConfigError
+from looseleaf.link.policies import Policy, PrefixCache
+from looseleaf.prompt.media import MediaLimits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Settings of a Looseleaf instance."""
+
+    policy: Policy = field(default_factory=PrefixCache)
+    """Used when a request names none. The default is exact."""
+    canonical: str = "preamble"
+    """What chunks are computed behind: the chat template's fixed preamble, or `none`."""
+    store_bytes: int = 4 * 2**30
+    """Budget of the in-memory store: chunk records, features and prefixes together."""
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    media: MediaLimits = field(default_factory=MediaLimits)
+
+    def __post_init__(self) -> None:
+        if self.store_bytes < 0:
+            raise ConfigError(f"store_bytes must be >= 0, got {self.store_bytes}")

@@ -1,0 +1,295 @@
+"""The engine: requests in, answers out; each `step` is schedule → run → postprocess.
+
+Rows of all running requests are packed into one pass (continuous batching). One lock guards it, so `submit`, `step` and
+`cancel` may be called from any thread; nothing here starts a thread. A request that fails ends alone: others go on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+
+from looseleaf.engine.request import Answer, Progress, Request, Timing, TokenLogprob, Usage
+from looseleaf.engine.sampling import choose, make_generator
+from looseleaf.engine.scheduler import EngineConfig, Running, admit, schedule
+from looseleaf.engine.words import Words
+from looseleaf.errors import CancelledError, ClosedError, LimitError, QueueFullError
+from looseleaf.link.linker import Linked, Linker
+from looseleaf.link.plan import Plan, plan_link
+from looseleaf.model.lane import Entry, Lane
+
+T = TypeVar("T")
+
+
+class Job:
+    """A request in the engine. Watchers hear of progress and of its end; `answer` or `error` is set at the end."""
+
+    def __init__(self, number: int, request: Request, capacity: int, size_bytes: int):
+        self.id = number
+        self.request = request
+        self.capacity = capacity
+        self.size_bytes = size_bytes
+        self.submitted_at = time.perf_counter()
+        self.answer: Answer | None = None
+        self.error: BaseException | None = None
+        self.done = threading.Event()
+        self.watchers: list[Callable[[Job, Progress | None], None]] = []
+
+    def tell(self, progress: Progress | None) -> None:
+        """Inform whoever watches; None says that it is over."""
+        for watcher in self.watchers:
+            watcher(self, progress)
+
+
+@dataclass
+class _Sequence:
+    """A running job: its linked rows and what it has answered so far."""
+
+    job: Job
+    linked: Linked
+    words: Words
+    generator: torch.Generator | None
+    answer: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    first_token_at: float = 0.0
+    finish_reason: str = ""
+
+
+class Engine:
+    """Continuous batching over packed passes of one model."""
+
+    def __init__(self, linker: Linker, config: EngineConfig | None = None):
+        self.linker = linker
+        self.config = config or EngineConfig()
+        self._numbers = itertools.count(1)
+        self._waiting: deque[Job] = deque()
+        self._running: dict[int, _Sequence] = {}
+        self.lock = threading.RLock()
+        self._closed = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits and nothing runs."""
+        return not self._waiting and not self._running
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """How many requests wait and how many run."""
+        return len(self._waiting), len(self._running)
+
+    def plan(self, request: Request) -> Plan:
+        """What would be read and computed for a request now, without doing it."""
+        with self.lock:
+            lookup = self.linker.lookup(request.prompt, request.policy)
+        layers = len(self.linker.adapter.layout.layers)
+        return plan_link(request.prompt, lookup, request.policy, layers=layers, canonical=self.linker.canonical)
+
+    def submit(self, request: Request, *, watcher: Callable[[Job, Progress | None], None] | None = None) -> Job:
+        """Put a request in line. Raises QueueFullError or LimitError, never drops one silently."""
+        capacity = len(request.prompt) + request.sampling.max_tokens
+        size_bytes = capacity * self.linker.adapter.layout.row_bytes
+        if size_bytes > self.config.kv_budget_bytes:
+            raise LimitError(
+                f"{capacity:,} tokens need {size_bytes / 2**20:,.0f} MiB of KV; the engine has "
+                f"{self.config.kv_budget_bytes / 2**20:,.0f} MiB. Shorten the prompt or raise engine.kv_budget_bytes"
+            )
+        with self.lock:
+            if self._closed:
+                raise ClosedError("the engine is closed; open looseleaf again")
+            if len(self._waiting) >= self.config.max_waiting:
+                raise QueueFullError(f"{len(self._waiting)} requests are waiting already; try again later")
+            job = Job(next(self._numbers), request, capacity, size_bytes)
+            if watcher is not None:
+                job.watchers.append(watcher)
+            self._waiting.append(job)
+            return job
+
+    def cancel(self, job: Job) -> bool:
+        """Stop a request and free what it holds; False when it had ended already."""
+        with self.lock:
+            if job.done.is_set():
+                return False
+            self._running.pop(job.id, None)
+            if job in self._waiting:
+                self._waiting.remove(job)
+            self._end(job, error=CancelledError(f"request {job.id} was cancelled"))
+            return True
+
+    @torch.inference_mode()
+    def step(self) -> bool:
+        """Admit, run one pass, hand out tokens. False when there was nothing to do."""
+        with self.lock:
+            self._admit()
+            if not self._running:
+                return False
+            plan = schedule(
+                [
+                    Running(id=one.job.id, rows_left=_rows_left(one.linked), splittable=one.linked.plan.splittable)
+                    for one in self._running.values()
+                ],
+                self.config,
+            )
+            decoding = [self._running[number] for number in plan.decode]
+            prefilling = [(self._running[number], rows) for number, rows in plan.prefill]
+            lanes = self._decode_lanes(decoding)
+            sequences = list(decoding)
+            for one, rows in prefilling:
+                lane = self._guard(one, lambda one=one, rows=rows: one.linked.take(rows))  # type: ignore[misc]
+                if lane is not None:
+                    lanes.append(lane)
+                    sequences.append(one)
+            self._run(sequences, lanes)
+            return True
+
+    def close(self) -> None:
+        """End every request and take no more."""
+        with self.lock:
+            self._closed = True
+            for job in [*self._waiting, *(one.job for one in self._running.values())]:
+                self._end(job, error=ClosedError("the engine was closed while the request ran"))
+            self._waiting.clear()
+            self._running.clear()
+
+    def _admit(self) -> None:
+        used = sum(one.job.size_bytes for one in self._running.values())
+        count = admit([job.size_bytes for job in self._waiting], len(self._running), used, self.config)
+        for _ in range(count):
+            job = self._waiting.popleft()
+            waited = time.perf_counter() - job.submitted_at
+            try:
+                job.tell(Progress(stage="link"))
+                plan = self.plan(job.request)
+                linked = self.linker.link(job.request.prompt, plan, capacity=job.capacity, keep=job.request.keep)
+            except Exception as error:
+                self._end(job, error=error)
+                continue
+            linked.stages.prepare_s, linked.stages.queue_s = job.request.prepare_s, waited
+            job.tell(Progress(stage="prefill"))
+            self._running[job.id] = _Sequence(
+                job=job, linked=linked,
+                words=Words(self.linker.adapter.tokenizer, job.request.sampling.stop),
+                generator=make_generator(job.request.sampling, self.linker.adapter.device),
+            )  # fmt: skip
+
+    def _decode_lanes(self, decoding: Sequence[_Sequence]) -> list[Lane]:
+        """One row for each decoding sequence: its last token."""
+        if not decoding:
+            return []
+        adapter = self.linker.adapter
+        hidden = adapter.decoder.embed(torch.tensor([one.answer[-1] for one in decoding], device=adapter.device))
+        lanes = []
+        for row, one in enumerate(decoding):
+            slot = len(one.linked.prompt) + len(one.answer) - 1
+            entry = Entry(slots=[slot], hidden=hidden[row : row + 1])
+            lanes.append(Lane(table=one.linked.table, positions=one.linked.positions, entries={0: entry}))
+        return lanes
+
+    def _run(self, sequences: Sequence[_Sequence], lanes: list[Lane]) -> None:
+        """One packed pass; should it fail, each lane alone, so that only the one at fault ends."""
+        if not lanes:
+            return
+        decoder = self.linker.adapter.decoder
+        started = time.perf_counter()
+        try:
+            hidden = decoder.run(lanes)
+        except Exception as error:
+            if len(lanes) == 1:
+                self._fail(sequences[0], error)
+                return
+            for one, lane in zip(sequences, lanes, strict=True):
+                self._run([one], [lane])
+            return
+        spent = time.perf_counter() - started
+        ready = []
+        for at, one in enumerate(sequences):
+            if not one.answer:
+                one.linked.stages.prefill_s += spent
+            if one.linked.ready:
+                ready.append(at)
+        if ready:
+            logits = decoder.logits(torch.cat([hidden[at][-1:] for at in ready]))
+            self._advance([sequences[at] for at in ready], logits)
+
+    def _advance(self, sequences: Sequence[_Sequence], logits: torch.Tensor) -> None:
+        """Choose a token for each sequence, tell its watchers, end what is finished."""
+        samplings = [one.job.request.sampling for one in sequences]
+        tokens, notes = choose(logits, samplings, [one.generator for one in sequences])
+        now = time.perf_counter()
+        for one, token, note in zip(sequences, tokens, notes, strict=True):
+            if not one.answer:
+                one.first_token_at = now
+                one.linked.stages.ttft_s = now - one.job.submitted_at + one.job.request.prepare_s
+            self._guard(one, lambda one=one, token=token, note=note: self._take(one, token, note))  # type: ignore[misc]
+
+    def _take(self, one: _Sequence, token: int, note: TokenLogprob | None) -> None:
+        sampling = one.job.request.sampling
+        one.answer.append(token)
+        if note is not None:
+            one.logprobs.append(note)
+        if token in self.linker.adapter.eos_ids and not sampling.ignore_eos:
+            one.finish_reason = "stop"
+        else:
+            piece = one.words.add(token)
+            one.job.tell(Progress(stage="decode", text=piece, token_id=token))
+            if one.words.stopped:
+                one.finish_reason = "stop"
+        if not one.finish_reason and len(one.answer) >= sampling.max_tokens:
+            one.finish_reason = "length"
+        if one.finish_reason:
+            self._finish(one)
+
+    def _finish(self, one: _Sequence) -> None:
+        rest = one.words.finish()
+        if rest:
+            one.job.tell(Progress(stage="decode", text=rest))
+        del self._running[one.job.id]
+        answer = Answer(
+            text=one.words.text, token_ids=tuple(one.answer), finish_reason=one.finish_reason, usage=_usage(one),
+            plan=one.linked.plan, logprobs=tuple(one.logprobs) if one.job.request.sampling.logprobs is not None else None,
+        )  # fmt: skip
+        self._end(one.job, answer=answer)
+        if one.job.request.policy.uses_prefix:  # off the request's path: its answer is out
+            self.linker.harvest(one.linked, tuple(one.answer[:-1]), one.job.request.keep)
+
+    def _guard(self, one: _Sequence, act: Callable[[], T]) -> T | None:
+        """Do something for one sequence; if it fails, that sequence ends with the error and others go on."""
+        try:
+            return act()
+        except Exception as error:
+            self._fail(one, error)
+            return None
+
+    def _fail(self, one: _Sequence, error: Exception) -> None:
+        self._running.pop(one.job.id, None)
+        if not one.job.done.is_set():
+            self._end(one.job, error=error)
+
+    def _end(self, job: Job, *, answer: Answer | None = None, error: BaseException | None = None) -> None:
+        job.answer, job.error = answer, error
+        job.done.set()
+        job.tell(None)
+
+
+def _rows_left(linked: Linked) -> int:
+    return 0 if linked.ready else linked.rows_left()
+
+
+def _usage(one: _Sequence) -> Usage:
+    count, stages, plan = one.linked.plan.count(), one.linked.stages, one.linked.plan
+    timing = Timing(
+        prepare_s=stages.prepare_s, queue_s=stages.queue_s, vision_s=stages.vision_s, chunks_s=stages.chunks_s,
+        link_s=stages.link_s, prefill_s=max(0.0, stages.prefill_s - stages.link_s), ttft_s=stages.ttft_s,
+        decode_s=time.perf_counter() - one.first_token_at,
+    )  # fmt: skip
+    return Usage(
+        prompt_tokens=plan.tokens, exact_tokens=count.exact, relocated_tokens=count.relocated,
+        recomputed_tokens=count.recomputed, fresh_tokens=count.fresh, completion_tokens=len(one.answer),
+        approximate=plan.approximate, timing=timing,
+    )  # fmt: skip

@@ -1,0 +1,94 @@
+"""What one layer keeps for one token, and a buffer that holds it for many.
+
+A layer keeps two planes: `keys`, which turn with position, and `values`, which do not. For MHA and GQA these are what
+their names say. For MLA the keys are the rope band k_pe and the values are the latent c_kv: storing, relocating and
+patching then read the same for every attention family. Nothing here knows a model, a position or a chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plane:
+    """The shape of one token's keys (or values) in one layer."""
+
+    heads: int
+    dim: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerLayout:
+    """What a layer keeps; `latent` says that keys and values are MLA's rope band and latent."""
+
+    keys: Plane
+    values: Plane
+    latent: bool = False
+
+    @property
+    def elements(self) -> int:
+        """Numbers kept per token."""
+        return self.keys.heads * self.keys.dim + self.values.heads * self.values.dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVLayout:
+    """What every layer of a model keeps for one token."""
+
+    layers: tuple[LayerLayout, ...]
+    dtype: torch.dtype
+
+    VERSION = 1
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes of one token over all layers."""
+        return sum(layer.elements for layer in self.layers) * self.dtype.itemsize
+
+    def describe(self) -> str:
+        """A stable text of the layout, part of every record's identity."""
+        shapes = ";".join(
+            f"{one.keys.heads}x{one.keys.dim},{one.values.heads}x{one.values.dim}{',latent' if one.latent else ''}"
+            for one in self.layers
+        )
+        return f"v{self.VERSION} {self.dtype} {shapes}"
+
+
+class KVRows:
+    """Keys and values of `tokens` rows in every layer, in one flat buffer.
+
+    The buffer is ordered layer → keys, values → head → token → dim, so that a layer is one piece and, within it, so is
+    a head. `keys[layer]` and `values[layer]` are views of it, [head, token, dim].
+    """
+
+    def __init__(
+        self, layout: KVLayout, tokens: int, device: torch.device | str = "cpu", *, data: Tensor | None = None
+    ):
+        self.layout = layout
+        self.tokens = tokens
+        size = tokens * sum(layer.elements for layer in layout.layers)
+        self.data = torch.empty(size, dtype=layout.dtype, device=device) if data is None else data
+        assert self.data.numel() == size, f"a buffer of {self.data.numel()} numbers cannot hold {size}"
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        offset = 0
+        for layer in layout.layers:
+            for plane, views in ((layer.keys, self.keys), (layer.values, self.values)):
+                count = plane.heads * tokens * plane.dim
+                views.append(self.data[offset : offset + count].view(plane.heads, tokens, plane.dim))
+                offset += count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.data.nbytes
+
+    @property
+    def device(self) -> torch.device:
+        """Where the buffer lies."""
+        return self.data.device

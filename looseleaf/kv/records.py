@@ -1,0 +1,83 @@
+"""What is stored for a chunk or a prefix, in parts that are loaded and evicted separately.
+
+A record is plain tensors and the facts needed to use them. How it is found, how long it stays and on which medium it
+lies is the store's business; how it is bound into a prompt is the linker's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TypeAlias
+
+from torch import Tensor
+
+from looseleaf.kv.layout import KVRows
+
+
+class Frame(str, Enum):
+    """How the keys of a record stand: never guess, every record names it."""
+
+    UNROTATED = "unrotated"
+    """As before the rotary: bound anywhere by rotating once."""
+    PLACED = "placed"
+    """Rotated at the positions they were computed for: valid there only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkKV:
+    """Keys and values of every layer for one chunk, computed in the canonical context, keys un-rotated."""
+
+    rows: KVRows
+    frame: Frame = field(default=Frame.UNROTATED, init=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.rows.nbytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Features:
+    """Input embeddings of a chunk's visual rows; for deepstack models also what is added after the first layers.
+
+    embeddings [row, width]; deep: one [row, width] per layer. With these a chunk's tokens are computed again without
+    the vision tower.
+    """
+
+    embeddings: Tensor
+    deep: tuple[Tensor, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.embeddings.nbytes + sum(one.nbytes for one in self.deep)
+
+
+@dataclass(frozen=True, kw_only=True)
+class States:
+    """Hidden states [token, width] of a chunk in the canonical context, as they enter `layer`."""
+
+    layer: int
+    hidden: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.hidden.nbytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceKV:
+    """Exact rows of one block of a finished prefix, keys rotated at their positions."""
+
+    rows: KVRows
+    frame: Frame = field(default=Frame.PLACED, init=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.rows.nbytes
+
+
+Record: TypeAlias = ChunkKV | Features | States | SequenceKV

@@ -1,0 +1,58 @@
+"""A sequence's own rows: one slot per token of its prompt and answer.
+
+Knows slots, and which of them are exact; does not know where rows came from. Callers write rows and ask for what a
+query may read; only `kv/attention.py` reads them, so that spans read in place or a paged pool can come later without
+touching anything else.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from looseleaf.kv.layout import KVLayout, KVRows
+
+
+class SlotTable:
+    """Keys (rotated) and values of a sequence, slot = index in the sequence; capacity is fixed at birth.
+
+    Every slot is exact or approximate. A row is approximate when it was reused outside the context it was computed in,
+    or attended such a row. Attention is causal, so all rows behind an approximate one are approximate too and one
+    number says it for every range.
+    """
+
+    def __init__(self, layout: KVLayout, capacity: int, device: torch.device | str = "cpu"):
+        self.rows = KVRows(layout, capacity, device)
+        self.capacity = capacity
+        self.exact_tokens = capacity
+        """Slots before this one are exact, all others approximate."""
+
+    def taint_from(self, slot: int) -> None:
+        """Mark `slot` and everything behind it as approximate: what follows has attended it."""
+        self.exact_tokens = min(self.exact_tokens, slot)
+
+    def write(self, layer: int, slots: slice | Tensor, keys: Tensor, values: Tensor) -> None:
+        """Put rows computed for `layer` into their slots. keys, values [head, row, dim]."""
+        if isinstance(slots, slice):
+            self.rows.keys[layer][:, slots].copy_(keys)
+            self.rows.values[layer][:, slots].copy_(values)
+        else:
+            self.rows.keys[layer].index_copy_(1, slots, keys)
+            self.rows.values[layer].index_copy_(1, slots, values)
+
+    def read(self, layer: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the slots before `stop`, [head, slot, dim], without a copy."""
+        return self.rows.keys[layer][:, :stop], self.rows.values[layer][:, :stop]
+
+    def copy_out(self, slots: range) -> KVRows:
+        """A copy of these rows in every layer."""
+        part = KVRows(self.rows.layout, len(slots), self.rows.device)
+        for layer in range(len(part.keys)):
+            part.keys[layer].copy_(self.rows.keys[layer][:, slots.start : slots.stop])
+            part.values[layer].copy_(self.rows.values[layer][:, slots.start : slots.stop])
+        return part
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.rows.nbytes

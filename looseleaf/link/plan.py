@@ -1,0 +1,229 @@
+"""The plan: for each span of a prompt, what is read and what is computed. Pure: no tensors, printable, in the logs.
+
+Goes in: a prompt's spans, what the store has for them, a policy, the number of layers. Comes out: a Plan. The rules of
+exactness live here: a row is exact when it was computed in this very context or is stored for it, and everything behind
+an approximate row is approximate.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from looseleaf.link.policies import Policy, Select, policy_name
+from looseleaf.prompt.chunks import Canonical, Prompt, Span
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Known:
+    """What the store has for one chunk of the prompt."""
+
+    kv: bool = False
+    features: bool = False
+    states: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lookup:
+    """What the store has for a prompt: exact tokens from its start, and parts of each chunk's record, in order."""
+
+    prefix_tokens: int = 0
+    chunks: tuple[Known, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rows:
+    """Rows that start or go on computing at `layer`: fixed slots, or a selection among the reused ones."""
+
+    layer: int
+    slots: tuple[range, ...]
+    select: Select | None = None
+    from_states: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """What happens to one span. `stored` says whether a reused chunk's KV is in the store or must be computed first."""
+
+    start: int
+    stop: int
+    what: str
+    """text, image, clip or document."""
+    use: str
+    """exact (stored rows of this context), reuse (a chunk's own rows, bound here) or compute."""
+    stored: bool = False
+    exact: bool = True
+    recomputed: int = 0
+    """Of a reused chunk's tokens, how many are computed in context in at least one layer (selections: about)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is read, computed, and in which order, for one prompt under one policy."""
+
+    policy: str
+    tokens: int
+    prefix_tokens: int
+    pieces: tuple[Piece, ...]
+    rows: tuple[Rows, ...]
+    relocate: bool = True
+    keys_rank: int | None = None
+    two_step: bool = False
+    exact_tokens: int = 0
+    """Tokens before this one have exact rows; all behind are approximate."""
+    missing: tuple[int, ...] = field(default=())
+    """Chunks (by their place among the prompt's chunks) whose KV must be computed in the canonical context first."""
+
+    @property
+    def approximate(self) -> bool:
+        """Whether the answer rests on approximate rows."""
+        return self.exact_tokens < self.tokens
+
+    @property
+    def splittable(self) -> bool:
+        """Whether its rows may be computed in several passes, in order; selections need them all at once."""
+        return all(rows.select is None for rows in self.rows)
+
+    @property
+    def needs_oracle(self) -> bool:
+        """Whether a full prefill comes first (offline controls)."""
+        return self.keys_rank is not None or any(r.select is not None and r.select.by == "attention" for r in self.rows)
+
+    def count(self) -> Count:
+        """Tokens by what happens to them."""
+        exact = self.prefix_tokens
+        relocated = recomputed = fresh = 0
+        for piece in self.pieces:
+            size = piece.stop - max(piece.start, min(piece.stop, self.prefix_tokens))
+            if piece.use == "compute" or (piece.use == "reuse" and not piece.stored):
+                fresh += size
+            elif piece.use == "reuse":
+                recomputed += piece.recomputed
+                if piece.exact:
+                    exact += size - piece.recomputed
+                else:
+                    relocated += size - piece.recomputed
+        return Count(exact=exact, relocated=relocated, recomputed=recomputed, fresh=fresh)
+
+    def __str__(self) -> str:
+        count = self.count()
+        lines = [
+            f"{self.policy}: {self.tokens} tokens = {count.exact} exact + {count.relocated} relocated + "
+            f"{count.recomputed} recomputed + {count.fresh} fresh"
+            + (f"; approximate from token {self.exact_tokens}" if self.approximate else "; exact")
+        ]
+        for piece in self.pieces:
+            doing = piece.use if piece.use != "reuse" else ("reuse" if piece.stored else "compute alone, then reuse")
+            if piece.recomputed:
+                doing += f", {piece.recomputed} tokens in context"
+            lines.append(
+                f"  [{piece.start:>6}, {piece.stop:>6})  {piece.what:<8}  {doing}{'' if piece.exact else '  ~'}"
+            )
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Count:
+    """A prompt's tokens by what happens to them."""
+
+    exact: int = 0
+    relocated: int = 0
+    recomputed: int = 0
+    fresh: int = 0
+
+
+def plan_link(prompt: Prompt, lookup: Lookup, policy: Policy, *, layers: int, canonical: Canonical) -> Plan:
+    """Turn what is known and a policy into a plan."""
+    # the last token is always computed: its output is the answer's first token
+    prefix = min(lookup.prefix_tokens, len(prompt) - 1) if policy.uses_prefix else 0
+    known = dict(zip((id(span) for span in prompt.chunks), lookup.chunks, strict=True))
+    pieces: list[Piece] = []
+    reused: list[Span] = []
+    for span in prompt.spans:
+        what = span.chunk.kind if span.chunk else "text"
+        reusable = span.chunk is not None and policy.reuses_chunks and span.stop < len(prompt)
+        if span.stop <= prefix:
+            pieces.append(Piece(start=span.start, stop=span.stop, what=what, use="exact", stored=True))
+        elif reusable and not _recomputes_all(policy, len(span), layers):
+            reused.append(span)
+            pieces.append(_reuse(span, known[id(span)], policy, prompt, canonical, layers))
+        else:
+            pieces.append(Piece(start=span.start, stop=span.stop, what=what, use="compute"))
+    approximate = [piece.start for piece in pieces if not piece.exact]
+    places = {id(span): place for place, span in enumerate(prompt.chunks)}
+    return Plan(
+        policy=policy_name(policy),
+        tokens=len(prompt),
+        prefix_tokens=prefix,
+        pieces=tuple(pieces),
+        rows=_rows(prompt, pieces, reused, policy, layers, prefix),
+        relocate=policy.relocate,
+        keys_rank=policy.keys_rank,
+        two_step=policy.two_step,
+        exact_tokens=min(approximate, default=len(prompt)),
+        missing=tuple(places[id(span)] for span in reused if policy.keys_rank is None and not known[id(span)].kv),
+    )
+
+
+def _recomputes_all(policy: Policy, tokens: int, layers: int) -> bool:
+    """Whether nothing of a chunk's stored rows would be left: then it is simply computed."""
+    stages = policy.stages(tokens, layers)
+    return len(stages) == 1 and stages[0].layer == 0 and stages[0].rows == range(tokens)
+
+
+def _reuse(span: Span, known: Known, policy: Policy, prompt: Prompt, canonical: Canonical, layers: int) -> Piece:
+    # a chunk right behind the canonical context stands where it was computed: its stored rows are this prompt's own
+    home = prompt.ids[: span.start] == canonical.ids and span.start_pos == len(canonical.ids)
+    recomputed = 0
+    if not home:
+        for stage in policy.stages(len(span), layers):
+            rows = stage.rows
+            recomputed = max(recomputed, round(rows.share * len(span)) if isinstance(rows, Select) else len(rows))
+    assert span.chunk is not None
+    exact = home and policy.keys_rank is None
+    return Piece(
+        start=span.start, stop=span.stop, what=span.chunk.kind, use="reuse", stored=known.kv, exact=exact,
+        recomputed=recomputed,
+    )  # fmt: skip
+
+
+def _rows(
+    prompt: Prompt, pieces: Sequence[Piece], reused: Sequence[Span], policy: Policy, layers: int, prefix: int
+) -> tuple[Rows, ...]:
+    """Row sets by layer: computed spans everywhere, and of reused chunks what the policy's stages say."""
+    base = [range(max(one.start, prefix), one.stop) for one in pieces if one.use == "compute"]
+    bound_home = {piece.start for piece in pieces if piece.use == "reuse" and piece.exact}
+    stages = {span.start: policy.stages(len(span), layers) for span in reused if span.start not in bound_home}
+    rows = []
+    for layer in sorted({0, *(stage.layer for each in stages.values() for stage in each)}):
+        if layer >= layers:
+            continue
+        slots, select, from_states = list(base), None, False
+        for start, each in stages.items():
+            stage = next((one for one in reversed(each) if one.layer <= layer), None)
+            if stage is None:
+                continue
+            if isinstance(stage.rows, Select):
+                select = stage.rows
+            else:
+                slots.append(range(start + stage.rows.start, start + stage.rows.stop))
+                from_states = from_states or (stage.from_states and stage.layer == layer)
+        rows.append(Rows(layer=layer, slots=_merge(slots), select=select, from_states=from_states))
+    return tuple(rows)
+
+
+def _merge(slots: Sequence[range]) -> tuple[range, ...]:
+    """Ascending, touching ranges joined, empty ones gone."""
+    merged: list[range] = []
+    for one in sorted((one for one in slots if len(one)), key=lambda one: one.start):
+        if merged and merged[-1].stop >= one.start:
+            merged[-1] = range(merged[-1].start, max(merged[-1].stop, one.stop))
+        else:
+            merged.append(one)
+    return tuple(merged)
+
+
+def flatten(slots: Sequence[range]) -> list[int]:
+    """The slots one by one."""
+    return list(itertools.chain.from_iterable(slots))

@@ -1,0 +1,228 @@
+"""Policies: what to compute of a prompt whose chunks may be stored. Each is a frozen dataclass; its fields configure it.
+
+A policy answers one question, `stages`: of a reused chunk of n tokens, which are computed in context, from which layer
+on. Class attributes say whether it reuses chunks or prefixes at all. It sees numbers, never tensors; `link/plan.py`
+turns its answers into a plan and `link/linker.py` obeys. `docs/add-a-policy.md` walks through adding one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from looseleaf.errors import PolicyError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Select:
+    """Rows chosen while running: the best `share` of a prompt's reused tokens by a score."""
+
+    by: str
+    """`deviation`: how far keys and values of the layer below differ from stored ones; `attention`: an oracle."""
+    share: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """From layer `layer` on, compute these offsets of a chunk (a prefix of it, or a selection)."""
+
+    layer: int
+    rows: range | Select
+    from_states: bool = False
+    """Enter with stored boundary states instead of going on from the layer below."""
+
+
+class Policy:
+    """What `plan_link` asks of a policy, with the answers most give. A subclass's fields may override any of them."""
+
+    reuses_chunks = True
+    uses_prefix = False
+    relocate: bool = True
+    two_step: bool = False
+    keys_rank: int | None = None
+
+    def stages(self, tokens: int, layers: int) -> tuple[Stage, ...]:
+        """Which of a reused chunk's tokens are computed in context, from which layer on: none."""
+        return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reprefill(Policy):
+    """Compute everything: the ceiling every other policy is compared with."""
+
+    reuses_chunks = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixCache(Policy):
+    """Compute all behind the longest equal prefix, whose exact rows are stored: what engines in use do. Exact."""
+
+    reuses_chunks = False
+    uses_prefix = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullReuse(Policy):
+    """Compute text only; chunks are relocated, or left at their canonical positions (Prompt Cache's form)."""
+
+    relocate: bool = True
+    two_step: bool = False
+    """Compute the last token in a second pass, as systems do that cannot link in one (InfoBlend §2.2); for timing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstK(Policy):
+    """Compute text and the first `k` tokens of each reused chunk (InfoBlend-k, EPIC, MPIC)."""
+
+    k: int = 32
+    relocate: bool = True
+
+    def __post_init__(self) -> None:
+        if self.k < 0:
+            raise PolicyError(f"first-k: k must be >= 0, got {self.k}")
+
+    def stages(self, tokens: int, layers: int) -> tuple[Stage, ...]:
+        """The first k, through all layers."""
+        return (Stage(layer=0, rows=range(min(self.k, tokens))),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deviation(Policy):
+    """Compute text and the `ratio` of reused tokens whose keys and values deviate most in layer 1 (CacheBlend)."""
+
+    ratio: float = 0.15
+
+    def __post_init__(self) -> None:
+        _check_share("deviation", "ratio", self.ratio)
+
+    def stages(self, tokens: int, layers: int) -> tuple[Stage, ...]:
+        """Everything through layers 0 and 1, then the selection."""
+        return (
+            Stage(layer=0, rows=range(tokens)),
+            Stage(layer=min(2, layers), rows=Select(by="deviation", share=self.ratio)),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerAdaptive(Policy):
+    """Compute text and a first share of each reused chunk that shrinks with depth, `ratio` on average (VLCache)."""
+
+    ratio: float = 0.1
+
+    def __post_init__(self) -> None:
+        _check_share("layer-adaptive", "ratio", self.ratio)
+
+    def stages(self, tokens: int, layers: int) -> tuple[Stage, ...]:
+        """A linear schedule, 2·ratio at the bottom (at most all) down to what keeps the average."""
+        top = min(1.0, 2 * self.ratio)
+        bottom = 2 * self.ratio - top
+        counts = [round(tokens * (top + (bottom - top) * (at / max(1, layers - 1)))) for at in range(layers)]
+        return tuple(
+            Stage(layer=at, rows=range(count)) for at, count in enumerate(counts) if at == 0 or count != counts[at - 1]
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueryAware(Policy):
+    """Compute text and the `ratio` of reused tokens the question attends to most in a full prefill.
+
+    An offline control (Quest-style bound): choosing costs the prefill it would save, so it makes no claim about time.
+    """
+
+    ratio: float = 0.15
+
+    def __post_init__(self) -> None:
+        _check_share("query-aware", "ratio", self.ratio)
+
+    def stages(self, tokens: int, layers: int) -> tuple[Stage, ...]:
+        """The oracle's selection, through all layers."""
+        return (Stage(layer=0, rows=Select(by="attention", share=self.ratio)),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowRankKeys(Policy):
+    """Keep values, rebuild keys of a full prefill from their `rank` largest directions (ShadowKV-style).
+
+    An offline control: it asks whether a low-rank copy of the absolute keys would do what a low-rank patch does.
+    """
+
+    rank: int = 32
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise PolicyError(f"low-rank-keys: rank must be >= 1, got {self.rank}")
+
+    @property
+    def keys_rank(self) -> int:  # type: ignore[override]
+        """Keys are rebuilt at this rank."""
+        return self.rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepLayers(Policy):
+    """Compute text, and reused chunks from layer `from_layer` on, starting from stored states (partial re-prefill)."""
+
+    from_layer: int = 0
+
+    def __post_init__(self) -> None:
+        if self.from_layer < 0:
+            raise PolicyError(f"deep-layers: from_layer must be >= 0, got {self.from_layer}")
+
+    def stages(self, tokens: int, layers: int) -> tuple[Stage, ...]:
+        """All tokens, from one layer on."""
+        if self.from_layer >= layers:
+            raise PolicyError(
+                f"deep-layers: from_layer must be below the model's {layers} layers, got {self.from_layer}"
+            )
+        return (Stage(layer=self.from_layer, rows=range(tokens), from_states=self.from_layer > 0),)
+
+
+def _check_share(policy: str, field: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise PolicyError(f"{policy}: {field} must be between 0 and 1, got {value}")
+
+
+POLICIES: dict[str, type[Policy]] = {
+    re.sub(r"(?<!^)(?=[A-Z])", "-", one.__name__).lower(): one
+    for one in (
+        Reprefill, PrefixCache, FullReuse, FirstK, Deviation, LayerAdaptive, QueryAware, LowRankKeys, DeepLayers,
+    )
+}  # fmt: skip
+"""By the name used on the command line and over HTTP."""
+
+
+def policy_name(policy: Policy) -> str:
+    """The name a policy goes by outside Python, with its fields."""
+    name = next(name for name, one in POLICIES.items() if isinstance(policy, one))
+    fields = {one.name: getattr(policy, one.name) for one in dataclasses.fields(policy)}  # type: ignore[arg-type]
+    return name + (":" + ",".join(f"{key}={value}" for key, value in fields.items()) if fields else "")
+
+
+def parse_policy(text: str) -> Policy:
+    """`first-k:32`, `first-k:k=32,relocate=false`, `prefix-cache` → a policy."""
+    name, _, rest = text.partition(":")
+    kind = POLICIES.get(name.strip())
+    if kind is None:
+        raise PolicyError(f"unknown policy {name!r}; there are {', '.join(POLICIES)}")
+    fields = {one.name: one for one in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    given: dict[str, Any] = {}
+    for at, part in enumerate(filter(None, rest.split(","))):
+        key, equals, value = part.partition("=")
+        if not equals:
+            key, value = (list(fields)[at] if at < len(fields) else part), part
+        if key not in fields:
+            known = ", ".join(fields) or "no fields"
+            raise PolicyError(f"{name} has no field {key!r}; it has {known}")
+        given[key] = _parse_value(name, key, str(fields[key].type), value)
+    return kind(**given)
+
+
+def _parse_value(policy: str, key: str, kind: str, value: str) -> Any:
+    try:
+        if kind == "bool":
+            return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[value.lower()]
+        return int(value) if kind == "int" else float(value)
+    except (KeyError, ValueError):
+        raise PolicyError(f"{policy}: {key} must be a {kind}, got {value!r}") from None

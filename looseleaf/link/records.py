@@ -1,0 +1,54 @@
+"""Records by identity: which key a chunk's parts and a prefix's blocks have, for one model and canonical context.
+
+The only place that composes keys. A key covers everything that makes the tensors under it valid; a prompt's words are in
+a block's key and never in a chunk's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from looseleaf.identity import digest
+from looseleaf.kv.layout import KVLayout
+from looseleaf.prompt.chunks import Canonical, Chunk, Prompt
+from looseleaf.store.protocol import Key
+
+BLOCK = 32
+"""Tokens in one block of a stored prefix."""
+
+
+class Keys:
+    """Composes the keys of one model's records."""
+
+    def __init__(self, fingerprint: str, layout: KVLayout, canonical: Canonical):
+        self._model = digest("keys", model=fingerprint, layout=layout.describe())
+        self._canonical = canonical.identity
+
+    def features(self, chunk: Chunk) -> Key:
+        """A chunk's visual rows: no context in them."""
+        return Key(digest("features", model=self._model, chunk=chunk.content), "features")
+
+    def kv(self, chunk: Chunk) -> Key:
+        """A chunk's keys and values, computed in the canonical context, un-rotated."""
+        return Key(self._record(chunk), "kv")
+
+    def states(self, chunk: Chunk, layer: int) -> Key:
+        """A chunk's hidden states as they enter `layer`, in the canonical context."""
+        return Key(self._record(chunk), f"states@{layer}")
+
+    def blocks(self, prompt: Prompt, answer: tuple[int, ...] = ()) -> Iterator[Key]:
+        """Keys of the whole blocks of a prompt (and of an answer behind it), in order."""
+        running = digest("prefix", model=self._model, start_pos=prompt.spans[0].start_pos)
+        ids = prompt.ids + answer
+        for start in range(0, len(ids) - BLOCK + 1, BLOCK):
+            stop = start + BLOCK
+            held = [
+                (span.start - start, span.chunk.content)
+                for span in prompt.chunks
+                if span.chunk is not None and span.start < stop and span.stop > start
+            ]
+            running = digest("block", before=running, ids=ids[start:stop], chunks=held)
+            yield Key(running, "sequence")
+
+    def _record(self, chunk: Chunk) -> str:
+        return digest("record", model=self._model, canonical=self._canonical, chunk=chunk.content)

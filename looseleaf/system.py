@@ -1,0 +1,269 @@
+"""Looseleaf: the composition root. Builds everything from a Config; what users and servers hold.
+
+One engine, one driver thread that steps it while there is work, and one way to wait for an answer: a Reply, which is
+awaitable and iterable, in threads and in asyncio alike.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from looseleaf.config import Config
+from looseleaf.engine.engine import Engine, Job
+from looseleaf.engine.request import Answer, Progress, Request, Sampling
+from looseleaf.errors import ClosedError, ConfigError
+from looseleaf.link.linker import Keep, Linker
+from looseleaf.link.plan import Plan
+from looseleaf.link.policies import Policy, parse_policy
+from looseleaf.model.adapter import Adapter
+from looseleaf.model.loading import load_adapter
+from looseleaf.prompt.build import PromptBuilder
+from looseleaf.prompt.segments import PromptLike, Segment
+from looseleaf.store.memory import MemoryStore
+from looseleaf.store.protocol import StoreStats
+
+DEFAULT_MODEL = "tiny:qwen2_5_vl"
+
+
+class Reply:
+    """An answer on its way. Wait for it with `result()` or `await`, or take its text in pieces with `for`."""
+
+    def __init__(self, system: Looseleaf):
+        self._system = system
+        self._events: queue.SimpleQueue[Progress | None] = queue.SimpleQueue()
+        self._listeners: list[Callable[[Progress | None], None]] = []
+        self._job: Job | None = None
+
+    def _heard(self, job: Job, progress: Progress | None) -> None:
+        self._events.put(progress)
+        for listener in self._listeners:
+            listener(progress)
+
+    @property
+    def job(self) -> Job:
+        """The engine's side of it."""
+        assert self._job is not None
+        return self._job
+
+    def result(self, timeout_s: float | None = None) -> Answer:
+        """Wait for the whole answer. Raises what ended the request, or TimeoutError while it goes on."""
+        if not self.job.done.wait(timeout_s):
+            raise TimeoutError(f"request {self.job.id} is not finished after {timeout_s} s")
+        if self.job.error is not None:
+            raise self.job.error
+        assert self.job.answer is not None
+        return self.job.answer
+
+    def cancel(self) -> bool:
+        """Stop it; False when it had ended already."""
+        return self._system.engine.cancel(self.job)
+
+    def progress(self) -> Iterator[Progress]:
+        """Stages and text as they come; leaving the loop early cancels the request."""
+        try:
+            while (progress := self._events.get()) is not None:
+                yield progress
+            self.result()
+        finally:
+            self.cancel()
+
+    def __iter__(self) -> Iterator[str]:
+        for progress in self.progress():
+            if progress.text:
+                yield progress.text
+
+    def __await__(self) -> Any:
+        return self._wait().__await__()
+
+    async def _wait(self) -> Answer:
+        done = asyncio.Event()
+        self._listen(lambda progress: done.set() if progress is None else None)
+        try:
+            if not self.job.done.is_set():
+                await done.wait()
+            return self.result()
+        finally:
+            self.cancel()
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        arrived: asyncio.Queue[Progress | None] = asyncio.Queue()
+        self._listen(arrived.put_nowait, replay=True)
+        try:
+            while (progress := await arrived.get()) is not None:
+                if progress.text:
+                    yield progress.text
+            self.result()
+        finally:
+            self.cancel()
+
+    def _listen(self, listener: Callable[[Progress | None], None], *, replay: bool = False) -> None:
+        """Call `listener` in this event loop for everything that still comes (and, with `replay`, came)."""
+        loop = asyncio.get_running_loop()
+        with self._system.engine.lock:
+            while replay and not self._events.empty():
+                listener(self._events.get())
+            self._listeners.append(lambda progress: _call(loop, listener, progress))
+
+
+def _call(loop: asyncio.AbstractEventLoop, listener: Callable[[Progress | None], None], heard: Progress | None) -> None:
+    """Hand something over to an event loop, unless that loop is gone and nobody listens."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(listener, heard)
+
+
+class Looseleaf:
+    """A model, a store and an engine. Use as a context manager, or call `close`."""
+
+    def __init__(self, adapter: Adapter, config: Config | None = None):
+        self.config = config or Config()
+        self.adapter = adapter
+        self.store = MemoryStore(self.config.store_bytes)
+        self.builder = PromptBuilder(adapter, limits=self.config.media, canonical=self.config.canonical)
+        self.linker = Linker(adapter, self.store, self.builder.canonical, max_rows=self.config.engine.max_rows)
+        self.engine = Engine(self.linker, self.config.engine)
+        self._driver: threading.Thread | None = None
+        self._work = threading.Condition()
+        self._closed = False
+
+    @classmethod
+    def open(
+        cls,
+        model: str | Path = DEFAULT_MODEL,
+        *,
+        device: str | torch.device = "cpu",
+        dtype: str | torch.dtype | None = None,
+        revision: str | None = None,
+        device_map: Any = None,
+        max_length: int | None = None,
+        config: Config | None = None,
+        tell: Callable[[str], None] = lambda stage: None,
+    ) -> Looseleaf:
+        """Open a model: a folder, a hub id, or nothing for the embedded one."""
+        adapter = load_adapter(
+            model,
+            device=device,
+            dtype=dtype,
+            revision=revision,
+            device_map=device_map,
+            max_length=max_length,
+            tell=tell,
+        )
+        return cls(adapter, config)
+
+    def ask(self, prompt: PromptLike, **options: Any) -> Answer:
+        """Answer a prompt. Options: `policy`, `no_store`, `ttl_s` and everything in Sampling."""
+        return self.submit(prompt, **options).result()
+
+    def stream_ask(self, prompt: PromptLike, **options: Any) -> Iterator[str]:
+        """The answer's text in pieces, as it is made; closing the iterator cancels the request."""
+        return iter(self.submit(prompt, **options))
+
+    def submit(self, prompt: PromptLike, **options: Any) -> Reply:
+        """Put a prompt in line and go on: the Reply is awaitable and iterable."""
+        reply = Reply(self)
+        request = self.request(prompt, **options)
+        reply._job = self.engine.submit(request, watcher=reply._heard)
+        self._drive()
+        return reply
+
+    def step(self) -> bool:
+        """Run one pass now, in this thread; False when there is nothing to do. Usually the driver thread does this."""
+        return self.engine.step()
+
+    def cancel(self, reply: Reply) -> bool:
+        """Stop a request; False when it had ended already."""
+        return reply.cancel()
+
+    def plan(self, prompt: PromptLike, **options: Any) -> Plan:
+        """What would be read and computed for this prompt now, without doing it."""
+        return self.engine.plan(self.request(prompt, **options))
+
+    def warm(self, segments: Sequence[Segment], *, layers: Sequence[int] = (), ttl_s: float | None = None) -> int:
+        """Compute chunks ahead and store them; how many were not stored yet. `layers`: keep states for DeepLayers."""
+        prompt = self.builder.build([*segments, "."])
+        chunks = [span.chunk for span in prompt.chunks if span.chunk is not None]
+        with self.engine.lock:
+            return self.linker.warm(chunks, layers=layers, keep=Keep(ttl_s=ttl_s))
+
+    def stats(self) -> StoreStats:
+        """What the store holds and how it did."""
+        return self.store.stats()
+
+    def request(
+        self,
+        prompt: PromptLike,
+        *,
+        policy: Policy | str | None = None,
+        no_store: bool = False,
+        ttl_s: float | None = None,
+        start_pos: int = 0,
+        **sampling: Any,
+    ) -> Request:
+        """A prompt and options as the engine takes them; raises when any of them is wrong."""
+        started = time.perf_counter()
+        if isinstance(policy, str):
+            policy = parse_policy(policy)
+        known = set(Sampling.__dataclass_fields__)
+        unknown = set(sampling) - known
+        if unknown:
+            raise ConfigError(
+                f"unknown option {sorted(unknown)[0]!r}; there are policy, no_store, ttl_s, {', '.join(sorted(known))}"
+            )
+        if isinstance(sampling.get("stop"), list):
+            sampling["stop"] = tuple(sampling["stop"])
+        chosen = Sampling(**sampling)
+        built = self.builder.build(prompt, start_pos=start_pos, max_tokens=chosen.max_tokens)
+        return Request(
+            prompt=built, policy=policy or self.config.policy, sampling=chosen,
+            keep=Keep(store=not no_store, ttl_s=ttl_s), prepare_s=time.perf_counter() - started,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """End what runs, stop the driver, let go of the store."""
+        with self._work:
+            self._closed = True
+            self._work.notify_all()
+        self.engine.close()
+        atexit.unregister(self.close)
+        if self._driver is not None and self._driver is not threading.current_thread():
+            self._driver.join()
+        self.store.close()
+
+    def __enter__(self) -> Looseleaf:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _drive(self) -> None:
+        """Make sure the driver thread runs and knows that there is work."""
+        with self._work:
+            if self._closed:
+                raise ClosedError("this Looseleaf is closed; open it again")
+            if self._driver is None:
+                self._driver = threading.Thread(target=self._loop, name="looseleaf-engine", daemon=True)
+                self._driver.start()
+                atexit.register(self.close)  # a thread still computing while the interpreter ends would crash it
+            self._work.notify_all()
+
+    def _loop(self) -> None:
+        while True:
+            with self._work:
+                while self.engine.idle and not self._closed:
+                    self._work.wait()
+                if self._closed:
+                    return
+            self.engine.step()
