@@ -116,7 +116,9 @@ class Engine:
         with self.lock:
             if job.done.is_set():
                 return False
-            self._running.pop(job.id, None)
+            running = self._running.pop(job.id, None)
+            if running is not None:
+                running.linked.release()
             if job in self._waiting:
                 self._waiting.remove(job)
             self._end(job, error=CancelledError(f"request {job.id} was cancelled"))
@@ -257,6 +259,7 @@ class Engine:
         self._end(one.job, answer=answer)
         if one.job.request.policy.uses_prefix:  # off the request's path: its answer is out
             self.linker.harvest(one.linked, tuple(one.answer[:-1]), one.job.request.keep)
+        one.linked.release()
 
     def _guard(self, one: _Sequence, act: Callable[[], T]) -> T | None:
         """Do something for one sequence; if it fails, that sequence ends with the error and others go on."""
@@ -268,6 +271,7 @@ class Engine:
 
     def _fail(self, one: _Sequence, error: Exception) -> None:
         self._running.pop(one.job.id, None)
+        one.linked.release()
         if not one.job.done.is_set():
             self._end(one.job, error=error)
 

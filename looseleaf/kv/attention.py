@@ -56,6 +56,11 @@ class Share:
             self.mask = self._additive_mask(device)
 
     @property
+    def decodes(self) -> bool:
+        """Whether it is one row that sees everything its sequence holds."""
+        return len(self.slots) == 1 and self.capture is None
+
+    @property
     def whole(self) -> bool:
         """Whether the rows are a sequence from its first slot on, without a gap: plain causal attention."""
         return self.visible == len(self.slots)
@@ -79,6 +84,56 @@ class Capture:
     mass: Tensor | None = None
 
 
+class SeatBatch:
+    """Sequences of one slab that decode one row each: written and attended together.
+
+    Seats between the first and the last that do not decode are computed along and thrown away.
+    """
+
+    def __init__(self, shares: Sequence[Share]):
+        placed = sorted(((share.table.seat, share) for share in shares if share.table.seat), key=lambda one: one[0].number)
+        shares = [share for _, share in placed]
+        self.slab = placed[0][0].slab
+        numbers = [seat.number for seat, _ in placed]
+        device = self.slab.keys[0].device
+        self.first, self.last = numbers[0], numbers[-1] + 1
+        self.dense = len(numbers) == self.last - self.first
+        self.rows = torch.tensor([share.start for share in shares], device=device)
+        self.seats = torch.tensor(numbers, device=device)
+        self.slots = torch.tensor([share.slots[0] for share in shares], device=device)
+        self.visible = max(share.visible for share in shares)
+        limits = torch.zeros(self.last - self.first, dtype=torch.long, device=device)
+        limits[self.seats - self.first] = self.slots
+        hidden = torch.arange(self.visible, device=device) > limits[:, None]
+        mask = torch.zeros(hidden.shape, dtype=self.slab.layout.dtype, device=device)
+        self.mask = mask.masked_fill_(hidden, -math.inf)[:, None, None]
+
+    @staticmethod
+    def pays(shares: Sequence[Share]) -> bool:
+        """Whether padding every sequence to the longest wastes less than it saves."""
+        longest = max(share.visible for share in shares)
+        return len(shares) > 1 and 2 * sum(share.visible for share in shares) >= len(shares) * longest
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Put each sequence's row into its slot. keys, values [head, row, dim] of the whole pack."""
+        self.slab.keys[layer][self.seats, :, self.slots] = keys[:, self.rows].transpose(0, 1)
+        self.slab.values[layer][self.seats, :, self.slots] = values[:, self.rows].transpose(0, 1)
+
+    def attend(self, layer: int, query: Tensor, scaling: float) -> Tensor:
+        """query [1, head, T, dim] of the whole pack → [row, head, dim] of these sequences' rows."""
+        seats = slice(self.first, self.last)
+        keys = self.slab.keys[layer][seats, :, : self.visible]
+        values = self.slab.values[layer][seats, :, : self.visible]
+        heads, dim = query.shape[1], query.shape[3]
+        asking = query[0].transpose(0, 1)[self.rows]
+        if not self.dense:
+            asking = query.new_zeros(self.last - self.first, heads, dim).index_copy_(0, self.seats - self.first, asking)
+        folded = asking.view(len(asking), keys.shape[1], heads // keys.shape[1], dim)
+        out = scaled_dot_product_attention(folded, keys, values, attn_mask=self.mask, scale=scaling)
+        out = out.reshape(len(asking), heads, -1)
+        return out if self.dense else out[self.seats - self.first]
+
+
 class Packing(Cache):
     """A batch's description and the cache transformers writes into: `update` stores rows, attention reads tables."""
 
@@ -86,6 +141,21 @@ class Packing(Cache):
         super().__init__(layers=[])
         self.shares = shares
         self.layout = layout
+        self.batches: list[SeatBatch] = []
+        self.singles: Sequence[Share] = shares
+        if sum(share.decodes for share in shares) > 1 and not any(layer.latent for layer in layout.layers):
+            self._group()
+
+    def _group(self) -> None:
+        """Let decoding sequences of one slab go together."""
+        slabs: dict[int, list[Share]] = {}
+        for share in self.shares:
+            if share.decodes and share.table.seat is not None:
+                slabs.setdefault(id(share.table.seat.slab), []).append(share)
+        together = [group for group in slabs.values() if SeatBatch.pays(group)]
+        self.batches = [SeatBatch(group) for group in together]
+        grouped = {id(share) for group in together for share in group}
+        self.singles = [share for share in self.shares if id(share) not in grouped]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
@@ -94,9 +164,11 @@ class Packing(Cache):
         keys, values = key_states, value_states
         if self.layout.layers[layer_idx].latent:  # MLA calls update(latent, rope band)
             keys, values = value_states, key_states
-        for share in self.shares:
+        for share in self.singles:
             rows = slice(share.start, share.stop)
             share.table.write(layer_idx, share.index, keys[0, :, rows], values[0, :, rows])
+        for batch in self.batches:
+            batch.write(layer_idx, keys[0], values[0])
         return key_states, value_states
 
     def capture_keys(self, layer: int, keys: Tensor) -> None:
@@ -145,11 +217,17 @@ def attend(
     one = _attend_latent if looseleaf.layout.layers[layer].latent else _attend_rows
     if len(looseleaf.shares) == 1:
         return one(module, looseleaf.shares[0], layer, query, scaling).transpose(1, 2), None
-    parts = [
-        one(module, share, layer, query[:, :, share.start : share.stop], scaling).transpose(1, 2)
-        for share in looseleaf.shares
-    ]
-    return torch.cat(parts, dim=1), None
+    out: Tensor | None = None
+    for batch in looseleaf.batches:
+        part = batch.attend(layer, query, scaling)
+        out = part.new_empty(1, query.shape[2], *part.shape[1:]) if out is None else out
+        out[0, batch.rows] = part
+    for share in looseleaf.singles:
+        part = one(module, share, layer, query[:, :, share.start : share.stop], scaling)
+        out = part.new_empty(1, query.shape[2], part.shape[1], part.shape[3]) if out is None else out
+        out[:, share.start : share.stop] = part.transpose(1, 2)
+    assert out is not None, "a pass without rows"
+    return out, None
 
 
 def _attend_rows(module: nn.Module, share: Share, layer: int, query: Tensor, scaling: float) -> Tensor:

@@ -60,35 +60,38 @@ class KVLayout:
 
 
 class KVRows:
-    """Keys and values of `tokens` rows in every layer, in one flat buffer.
+    """Keys and values of `tokens` rows in every layer: keys[layer] and values[layer] are [head, token, dim].
 
-    The buffer is ordered layer → keys, values → head → token → dim, so that a layer is one piece and, within it, so is
-    a head. `keys[layer]` and `values[layer]` are views of it, [head, token, dim].
+    A buffer made here is one flat piece, ordered layer → keys, values → head → token → dim, so that a layer is
+    contiguous and, within it, so is a head.
     """
 
-    def __init__(
-        self, layout: KVLayout, tokens: int, device: torch.device | str = "cpu", *, data: Tensor | None = None
-    ):
+    def __init__(self, layout: KVLayout, tokens: int, device: torch.device | str = "cpu"):
         self.layout = layout
         self.tokens = tokens
-        size = tokens * sum(layer.elements for layer in layout.layers)
-        self.data = torch.empty(size, dtype=layout.dtype, device=device) if data is None else data
-        assert self.data.numel() == size, f"a buffer of {self.data.numel()} numbers cannot hold {size}"
+        data = torch.empty(tokens * layout.row_bytes // layout.dtype.itemsize, dtype=layout.dtype, device=device)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         offset = 0
         for layer in layout.layers:
             for plane, views in ((layer.keys, self.keys), (layer.values, self.values)):
                 count = plane.heads * tokens * plane.dim
-                views.append(self.data[offset : offset + count].view(plane.heads, tokens, plane.dim))
+                views.append(data[offset : offset + count].view(plane.heads, tokens, plane.dim))
                 offset += count
+
+    @classmethod
+    def of_views(cls, layout: KVLayout, keys: list[Tensor], values: list[Tensor]) -> KVRows:
+        """Rows that lie somewhere else."""
+        rows = cls.__new__(cls)
+        rows.layout, rows.tokens, rows.keys, rows.values = layout, keys[0].shape[1], keys, values
+        return rows
 
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return self.data.nbytes
+        return self.tokens * self.layout.row_bytes
 
     @property
     def device(self) -> torch.device:
-        """Where the buffer lies."""
-        return self.data.device
+        """Where the rows lie."""
+        return self.keys[0].device

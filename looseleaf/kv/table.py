@@ -7,10 +7,10 @@ touching anything else.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from looseleaf.kv.layout import KVLayout, KVRows
+from looseleaf.kv.layout import KVRows
+from looseleaf.kv.pool import Seat
 
 
 class SlotTable:
@@ -21,10 +21,11 @@ class SlotTable:
     number says it for every range.
     """
 
-    def __init__(self, layout: KVLayout, capacity: int, device: torch.device | str = "cpu"):
-        self.rows = KVRows(layout, capacity, device)
-        self.capacity = capacity
-        self.exact_tokens = capacity
+    def __init__(self, rows: KVRows, seat: Seat | None = None):
+        self.rows = rows
+        self.seat = seat
+        """Where the rows lie, when that is a slab: sequences of one slab decode together."""
+        self.exact_tokens = rows.tokens
         """Slots before this one are exact, all others approximate."""
 
     def taint_from(self, slot: int) -> None:
@@ -51,8 +52,3 @@ class SlotTable:
             part.keys[layer].copy_(self.rows.keys[layer][:, slots.start : slots.stop])
             part.values[layer].copy_(self.rows.values[layer][:, slots.start : slots.stop])
         return part
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held."""
-        return self.rows.nbytes

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from looseleaf.kv.attention import Capture
 from looseleaf.kv.layout import KVRows
+from looseleaf.kv.pool import Seat, SlabPool
 from looseleaf.kv.records import ChunkKV, Features, SequenceKV, States
 from looseleaf.kv.table import SlotTable
 from looseleaf.link.oracle import low_rank, most_attended, most_deviating
@@ -55,13 +56,13 @@ class Linked:
     """A sequence being linked: its table, and the rows still to be computed, handed out as lanes."""
 
     def __init__(self, linker: Linker, prompt: Prompt, plan: Plan, capacity: int):
-        device = linker.adapter.device
         self.linker = linker
         self.prompt = prompt
         self.plan = plan
-        self.table = SlotTable(linker.adapter.layout, capacity, device)
+        self._seat: Seat | None = linker.pool.take(capacity)
+        self.table = SlotTable(self._seat.slab.rows(self._seat.number, capacity), self._seat)
         self.table.taint_from(plan.exact_tokens)
-        self.positions = prompt.positions_to(capacity).to(device)
+        self.positions = prompt.positions_to(capacity).to(linker.adapter.device)
         self.features: dict[int, Features] = {}
         self.sources: list[tuple[Span, KVRows]] = []
         self.states: dict[int, list[tuple[Span, Tensor]]] = {}
@@ -91,6 +92,12 @@ class Linked:
             link = None
         return self.linker.lane(self, span, link)
 
+    def release(self) -> None:
+        """Give the table's memory back; nothing may read this sequence any more."""
+        if self._seat is not None:
+            self.linker.pool.give_back(self._seat)
+            self._seat = None
+
     def _stop(self, budget: int) -> int:
         total = len(self.prompt)
         if not self.plan.splittable:
@@ -117,11 +124,14 @@ class Counters:
 class Linker:
     """Links prompts for one model over one store. Not thread-safe: one engine owns it."""
 
-    def __init__(self, adapter: Adapter, store: Store, canonical: Canonical, *, max_rows: int = 4096):
+    def __init__(
+        self, adapter: Adapter, store: Store, canonical: Canonical, *, max_rows: int = 4096, idle_bytes: int = 2**30
+    ):
         self.adapter = adapter
         self.store = store
         self.canonical = canonical
         self.max_rows = max_rows
+        self.pool = SlabPool(adapter.layout, adapter.device, idle_bytes=idle_bytes)
         self.keys = Keys(adapter.fingerprint, adapter.layout, canonical)
         self.counters = Counters()
 
@@ -402,7 +412,7 @@ class Linker:
         self, chunks: Sequence[tuple[Chunk, Features | None]], layers: Sequence[int], keep: Keep
     ) -> list[tuple[ChunkKV, dict[int, States]]]:
         adapter, start = self.adapter, len(self.canonical.ids)
-        lanes = []
+        lanes, alone = [], []
         for chunk, features in chunks:
             prompt = assemble([self.canonical.ids, chunk], axes=adapter.axes)
             linked = Linked(self, prompt, _compute_all(prompt), len(prompt))
@@ -412,7 +422,10 @@ class Linker:
             lane.capture = Capture(rows=KVRows(adapter.layout, len(chunk), adapter.device), first=start)
             lane.states = dict.fromkeys(layers)
             lanes.append(lane)
+            alone.append(linked)
         adapter.decoder.run(lanes)
+        for linked in alone:
+            linked.release()
         self.counters.chunks_computed += len(lanes)
         done = []
         for (chunk, _), lane in zip(chunks, lanes, strict=True):
@@ -439,6 +452,7 @@ class Linker:
         rows = KVRows(adapter.layout, len(prompt), adapter.device) if linked.plan.keys_rank is not None else None
         lane.capture = Capture(rows=rows, mass_from=question if rows is None else None)
         adapter.decoder.run([lane])
+        scratch.release()
         if rows is not None:
             reused = {piece.start for piece in linked.plan.pieces if piece.use == "reuse"}
             spans = [span for span in prompt.chunks if span.start in reused]

@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicCache
 from looseleaf.errors import UnsupportedModelError
 from looseleaf.kv import attention
 from looseleaf.kv.attention import Packing, Share
-from looseleaf.kv.layout import KVLayout, LayerLayout, Plane
+from looseleaf.kv.layout import KVLayout, KVRows, LayerLayout, Plane
 from looseleaf.kv.table import SlotTable
 from looseleaf.model.decoder import Decoder, Parts, as_phase, find_parts, watch_keys
 from looseleaf.model.lane import Entry, Lane
@@ -167,7 +167,7 @@ def _read_hidden_form(parts: Parts, layout: KVLayout, phase: Phase, dim: int) ->
 
 def _fresh_lane(decoder: Decoder, ids: Tensor) -> Lane:
     positions = torch.arange(len(ids), device=ids.device).expand(decoder.parts.axes, -1)
-    table = SlotTable(decoder.layout, len(ids), ids.device)
+    table = SlotTable(KVRows(decoder.layout, len(ids), ids.device))
     return Lane(
         table=table, positions=positions, entries={0: Entry(slots=list(range(len(ids))), hidden=decoder.embed(ids))}
     )
