@@ -12,7 +12,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-Field: TypeAlias = None | bool | int | float | str | bytes | Sequence["Field"] | Mapping[str, "Field"]
+Field: TypeAlias = "bool | int | float | str | bytes | Sequence[Field] | Mapping[str, Field] | None"
 
 
 def digest(kind: str, **fields: Field) -> str:

@@ -26,6 +26,7 @@ from looseleaf.errors import ClosedError, ConfigError
 from looseleaf.link.linker import Keep, Linker
 from looseleaf.link.plan import Plan
 from looseleaf.link.policies import Policy, parse_policy
+from looseleaf.link.reference import Reference
 from looseleaf.model.adapter import Adapter
 from looseleaf.model.loading import load_adapter
 from looseleaf.prompt.build import PromptBuilder
@@ -132,6 +133,10 @@ class Looseleaf:
         self.builder = PromptBuilder(adapter, limits=self.config.media, canonical=self.config.canonical)
         self.linker = Linker(adapter, self.store, self.builder.canonical, max_rows=self.config.engine.max_rows)
         self.engine = Engine(self.linker, self.config.engine)
+        self.reference = Reference(self.builder, self.linker)
+        """The model's own forward, to compare with."""
+        if adapter.sees_images and not adapter.family.known:
+            self.reference.check_images()
         self._driver: threading.Thread | None = None
         self._work = threading.Condition()
         self._closed = False

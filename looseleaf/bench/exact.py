@@ -20,7 +20,6 @@ import torch
 from PIL import Image as PILImages
 from torch import Tensor
 
-from looseleaf.bench.reference import blind_mask, error, our_logits, stock, stock_generate, stock_logits
 from looseleaf.bench.report import BenchOptions, Report
 from looseleaf.config import Config
 from looseleaf.engine.request import Answer
@@ -28,17 +27,27 @@ from looseleaf.engine.scheduler import EngineConfig
 from looseleaf.kv.attention import Capture
 from looseleaf.kv.layout import KVRows
 from looseleaf.link.linker import Linked
-from looseleaf.link.plan import Lookup, plan_link
 from looseleaf.link.policies import (
-    DeepLayers, Deviation, FirstK, FullReuse, LayerAdaptive, LowRankKeys, Policy, PrefixCache, QueryAware, Reprefill,
+    DeepLayers,
+    Deviation,
+    FirstK,
+    FullReuse,
+    LayerAdaptive,
+    LowRankKeys,
+    Policy,
+    PrefixCache,
+    QueryAware,
+    Reprefill,
 )  # fmt: skip
+from looseleaf.link.reference import error
 from looseleaf.model.loading import load_adapter
-from looseleaf.model.rotary import Phase, RotaryForm, PairOrder, rotate
+from looseleaf.model.rotary import PairOrder, Phase, RotaryForm, rotate
 from looseleaf.model.tiny import FAMILIES, build_tiny
 from looseleaf.prompt.segments import Document, Image, PromptLike, Segment
 from looseleaf.system import Looseleaf
 
 TOLERANCE = 1e-4
+BLIND = FullReuse()
 SHIFTS = (1, 7, 100, 1_000, 10_000, 100_000)
 
 EVERYTHING: tuple[Policy, ...] = (
@@ -136,42 +145,38 @@ def _chunk(ll: Looseleaf, chance: np.random.Generator) -> Segment:
 
 def full_recompute_error(ll: Looseleaf, prompt: PromptLike, policy: Policy) -> float:
     """A policy that leaves nothing approximate, against a plain forward."""
-    expected = stock_logits(ll, stock(ll, prompt))[-1]
-    got = our_logits(ll, ll.request(prompt, policy=policy))
+    given = ll.reference.stock(prompt)
+    expected = ll.reference.logits(given)[-1]
+    got = ll.reference.ours(given.prompt, policy)
     if policy.uses_prefix:  # once more, from stored rows
         ll.ask(prompt, policy=policy, max_tokens=1)
-        request = ll.request(prompt, policy=policy)
-        assert ll.engine.plan(request).prefix_tokens > 0, "nothing was reused: the check would be empty"
-        return max(error(got, expected), error(our_logits(ll, request), expected))
+        assert ll.plan(prompt, policy=policy).prefix_tokens > 0, "nothing was reused: the check would be empty"
+        return max(error(got, expected), error(ll.reference.ours(given.prompt, policy), expected))
     return error(got, expected)
 
 
 def greedy_equal(ll: Looseleaf, prompt: PromptLike, tokens: int = 32) -> bool:
     """Greedy answers of the engine against `generate`."""
     answer = ll.ask(prompt, policy=Reprefill(), max_tokens=tokens, ignore_eos=True)
-    return answer.token_ids == stock_generate(ll, stock(ll, prompt), tokens)
+    return answer.token_ids == ll.reference.generate(ll.reference.stock(prompt), tokens)
 
 
-def mask_oracle_error(ll: Looseleaf, prompt: PromptLike, **tampered: Any) -> float:
-    """Blind reuse against one stock forward that blocks attention between chunks."""
-    given = stock(ll, prompt)
-    masked, positions, mask = blind_mask(ll, given)
-    expected = stock_logits(ll, masked, positions=positions, mask=mask)[len(given.prompt) - 1]
-    request = ll.request(tampered.pop("instead", prompt), policy=tampered.pop("policy", FullReuse()))
-    plan = ll.engine.plan(request)
-    assert any(piece.use == "reuse" for piece in plan.pieces), "nothing was reused: the check would be empty"
-    return error(our_logits(ll, request, **tampered), expected)
+def mask_oracle_error(
+    ll: Looseleaf, prompt: PromptLike, *, instead: PromptLike | None = None, policy: Policy = BLIND,
+    tamper: Callable[[Linked], None] | None = None,
+) -> float:  # fmt: skip
+    """Blind reuse against one stock forward that blocks attention between chunks; the options plant mistakes."""
+    expected = ll.reference.blind(ll.reference.stock(prompt))
+    asked = instead if instead is not None else prompt
+    assert any(piece.use == "reuse" for piece in ll.plan(asked, policy=policy).pieces), "nothing reused: an empty check"
+    return error(ll.reference.ours(ll.builder.build(asked), policy, tamper=tamper), expected)
 
 
 @torch.inference_mode()
 def relocate_ulp(ll: Looseleaf, prompt: PromptLike, shift: int) -> float:
     """Stored keys turned by us against keys the model itself turned at the same positions, in ulps of a pair's norm."""
     request = ll.request(prompt, policy=Reprefill(), start_pos=shift)
-    plan = plan_link(
-        request.prompt, Lookup(chunks=ll.linker.lookup(request.prompt, request.policy).chunks), request.policy,
-        layers=len(ll.adapter.layout.layers), canonical=ll.linker.canonical,
-    )  # fmt: skip
-    linked = ll.linker.link(request.prompt, plan, capacity=len(request.prompt), keep=request.keep)
+    linked = ll.linker.link(request.prompt, ll.engine.plan(request), capacity=len(request.prompt), keep=request.keep)
     lane = linked.take(10**9)
     lane.capture = Capture(rows=KVRows(ll.adapter.layout, len(request.prompt), ll.adapter.device))
     ll.adapter.decoder.run([lane])
@@ -188,9 +193,10 @@ def pair_ulp(keys: Tensor, form: RotaryForm) -> Tensor:
     """One unit in the last place of each pair's norm, for every number of a key. keys [..., dim]."""
     turned = keys[..., : form.dim].float()
     if form.order is PairOrder.PAIRS:
-        norm = turned.unflatten(-1, (-1, 2)).norm(dim=-1).repeat_interleave(2, dim=-1)
+        norm = turned.view(*turned.shape[:-1], -1, 2).norm(dim=-1).repeat_interleave(2, dim=-1)
     else:
-        norm = turned.unflatten(-1, (2, -1)).norm(dim=-2).repeat(*[1] * (keys.dim() - 1), 2)
+        halves = turned.reshape(*turned.shape[:-1], 2, -1).norm(dim=-2)
+        norm = torch.cat((halves, halves), dim=-1)
     rest = keys[..., form.dim :].float().abs()
     scale = torch.cat((norm, rest), dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
     return torch.finfo(keys.dtype).eps * torch.exp2(torch.floor(torch.log2(scale)))
@@ -203,15 +209,15 @@ def shift_noise_ratio(ll: Looseleaf, prompts: Sequence[PromptLike]) -> float:
     either arm.
     """
     worst = 0.0
-    plain = [stock_logits(ll, stock(ll, one))[-1] for one in prompts]
-    ours = [our_logits(ll, ll.request(one, policy=FullReuse())) for one in prompts]
+    plain = [ll.reference.logits(ll.reference.stock(one))[-1] for one in prompts]
+    ours = [ll.reference.ours(ll.builder.build(one), BLIND) for one in prompts]
     for shift in SHIFTS:
         noise, moved = [], []
         for number, prompt in enumerate(prompts):
-            given = stock(ll, prompt, start_pos=shift)
-            there = stock_logits(ll, given, positions=given.prompt.positions)[-1]
+            given = ll.reference.stock(prompt, start_pos=shift)
+            there = ll.reference.logits(given, positions=given.prompt.positions)[-1]
             noise.append(float((there - plain[number]).float().norm()))
-            reused = our_logits(ll, ll.request(prompt, policy=FullReuse(), start_pos=shift))
+            reused = ll.reference.ours(given.prompt, BLIND)
             moved.append(float((reused - ours[number]).float().norm()))
         worst = max(worst, statistics.median(moved) / statistics.median(noise))
     return worst

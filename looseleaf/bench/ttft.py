@@ -20,12 +20,12 @@ import torch
 from PIL import Image as PILImages
 from transformers.cache_utils import DynamicCache
 
-from looseleaf.bench.reference import Stock, stock
 from looseleaf.bench.report import BenchOptions, Report
 from looseleaf.config import Config
 from looseleaf.engine.engine import Job
 from looseleaf.engine.scheduler import EngineConfig
 from looseleaf.link.policies import FirstK, FullReuse, Policy, Reprefill
+from looseleaf.link.reference import Stock
 from looseleaf.model.loading import load_adapter
 from looseleaf.model.probe import stock_attention
 from looseleaf.model.tiny import build_tiny
@@ -83,7 +83,7 @@ def time_model(path: Path, dtype: str, options: BenchOptions) -> tuple[list[dict
         for name, arm in arms.items():
             taken[name].append(arm())
     median = {name: statistics.median(one) for name, one in taken.items()}
-    decode = _decode(ll, stock(ll, prompt), prompt, options)
+    decode = _decode(ll, ll.reference.stock(prompt), prompt, options)
     rows = [{"dtype": dtype, "arm": name, "ms": one * 1000} for name, one in median.items()]
     rows += [{"dtype": dtype, "arm": name, "ms": one * 1000} for name, one in decode.items()]
     copy = median["copy of the reused KV"]
@@ -140,9 +140,9 @@ def _sync(ll: Looseleaf) -> None:
 
 
 def _stock_rows(ll: Looseleaf, rows: int, context: int) -> Callable[[], float]:
-    """transformers' own decoder on `rows` rows behind `context` cached ones, down to the last row's logits."""
+    """Transformers' own decoder on `rows` rows behind `context` cached ones, down to the last row's logits."""
     parts, width = ll.adapter.decoder.parts, ll.adapter.model.config.get_text_config().hidden_size
-    given = {"dtype": ll.adapter.layout.dtype, "device": ll.adapter.device}
+    given: dict[str, Any] = {"dtype": ll.adapter.layout.dtype, "device": ll.adapter.device}
     hidden = torch.randn(1, rows, width, **given)
 
     @torch.inference_mode()

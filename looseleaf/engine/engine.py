@@ -252,9 +252,10 @@ class Engine:
         if rest:
             one.job.tell(Progress(stage="decode", text=rest))
         del self._running[one.job.id]
+        told = one.job.request.sampling.logprobs is not None
         answer = Answer(
             text=one.words.text, token_ids=tuple(one.answer), finish_reason=one.finish_reason, usage=_usage(one),
-            plan=one.linked.plan, logprobs=tuple(one.logprobs) if one.job.request.sampling.logprobs is not None else None,
+            plan=one.linked.plan, logprobs=tuple(one.logprobs) if told else None,
         )  # fmt: skip
         self._end(one.job, answer=answer)
         if one.job.request.policy.uses_prefix:  # off the request's path: its answer is out

@@ -91,7 +91,9 @@ class SeatBatch:
     """
 
     def __init__(self, shares: Sequence[Share]):
-        placed = sorted(((share.table.seat, share) for share in shares if share.table.seat), key=lambda one: one[0].number)
+        placed = sorted(
+            ((share.table.seat, share) for share in shares if share.table.seat), key=lambda one: one[0].number
+        )
         shares = [share for _, share in placed]
         self.slab = placed[0][0].slab
         numbers = [seat.number for seat, _ in placed]
@@ -120,7 +122,7 @@ class SeatBatch:
         self.slab.values[layer][self.seats, :, self.slots] = values[:, self.rows].transpose(0, 1)
 
     def attend(self, layer: int, query: Tensor, scaling: float) -> Tensor:
-        """query [1, head, T, dim] of the whole pack → [row, head, dim] of these sequences' rows."""
+        """Query [1, head, T, dim] of the whole pack → [row, head, dim] of these sequences' rows."""
         seats = slice(self.first, self.last)
         keys = self.slab.keys[layer][seats, :, : self.visible]
         values = self.slab.values[layer][seats, :, : self.visible]
@@ -274,7 +276,8 @@ def _attend_latent(module: Any, share: Share, layer: int, query: Tensor, scaling
 
 def _add_mass(share: Share, query: Tensor, keys: Tensor, scaling: float) -> None:
     """Add the attention that the rows from `mass_from` on pay to each slot. keys [kv head, slot, dim]."""
-    assert share.capture is not None and share.capture.mass_from is not None
+    assert share.capture is not None
+    assert share.capture.mass_from is not None
     first = next(row for row, slot in enumerate(share.slots) if slot >= share.capture.mass_from)
     asking = query[0, :, first:].float()
     scores = asking @ keys.float().repeat_interleave(asking.shape[0] // keys.shape[0], 0).transpose(1, 2) * scaling

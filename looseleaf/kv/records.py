@@ -7,7 +7,7 @@ lies is the store's business; how it is bound into a prompt is the linker's.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import TypeAlias
 
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from looseleaf.kv.layout import KVRows
 
 
-class Frame(str, Enum):
+class Frame(StrEnum):
     """How the keys of a record stand: never guess, every record names it."""
 
     UNROTATED = "unrotated"

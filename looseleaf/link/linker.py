@@ -1,8 +1,8 @@
 """The linker: makes a sequence's KV from a plan.
 
-Fetches stored parts, computes what is missing (vision, then chunks alone in the canonical context), and hands out lanes:
-the rows a pass computes, with stored rows bound in front of each layer. It decides nothing; what the plan says and the
-store no longer has is computed and counted.
+Fetches stored parts, computes what is missing (vision, then chunks alone in the canonical context), and hands out
+lanes: the rows a pass computes, with stored rows bound in front of each layer. It decides nothing; what the plan says
+and the store no longer has is computed and counted.
 """
 
 from __future__ import annotations
@@ -429,7 +429,8 @@ class Linker:
         self.counters.chunks_computed += len(lanes)
         done = []
         for (chunk, _), lane in zip(chunks, lanes, strict=True):
-            assert lane.capture is not None and lane.capture.rows is not None
+            assert lane.capture is not None
+            assert lane.capture.rows is not None
             kv = ChunkKV(rows=lane.capture.rows)
             states = {
                 layer: States(layer=layer, hidden=hidden[start:])

@@ -1,4 +1,4 @@
-"""Policies: what to compute of a prompt whose chunks may be stored. Each is a frozen dataclass; its fields configure it.
+"""Policies: what to compute of a prompt whose chunks may be stored. Each is a frozen dataclass; fields configure it.
 
 A policy answers one question, `stages`: of a reused chunk of n tokens, which are computed in context, from which layer
 on. Class attributes say whether it reuses chunks or prefixes at all. It sees numbers, never tensors; `link/plan.py`
@@ -194,10 +194,15 @@ POLICIES: dict[str, type[Policy]] = {
 
 
 def policy_name(policy: Policy) -> str:
-    """The name a policy goes by outside Python, with its fields."""
+    """The name a policy goes by outside Python, with its first field and what differs from the default."""
     name = next(name for name, one in POLICIES.items() if isinstance(policy, one))
-    fields = {one.name: getattr(policy, one.name) for one in dataclasses.fields(policy)}  # type: ignore[arg-type]
-    return name + (":" + ",".join(f"{key}={value}" for key, value in fields.items()) if fields else "")
+    fields = dataclasses.fields(policy)  # type: ignore[arg-type]
+    told = [
+        f"{one.name}={getattr(policy, one.name)}".lower()
+        for at, one in enumerate(fields)
+        if at == 0 or getattr(policy, one.name) != one.default
+    ]
+    return name + (":" + ",".join(told) if told else "")
 
 
 def parse_policy(text: str) -> Policy:

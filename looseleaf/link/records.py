@@ -1,7 +1,7 @@
 """Records by identity: which key a chunk's parts and a prefix's blocks have, for one model and canonical context.
 
-The only place that composes keys. A key covers everything that makes the tensors under it valid; a prompt's words are in
-a block's key and never in a chunk's.
+The only place that composes keys. A key covers everything that makes the tensors under it valid; a prompt's words are
+in a block's key and never in a chunk's.
 """
 
 from __future__ import annotations

@@ -162,5 +162,5 @@ def _rows(features: Any) -> Tensor:
 def _hash_tensor(tensor: Tensor) -> str:
     flat = tensor.detach().contiguous().cpu().view(-1)
     sha = hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-    sha.update(memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else b"")
+    sha.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
     return sha.hexdigest()

@@ -69,11 +69,11 @@ class Decoder:
 
     def embed(self, ids: Tensor) -> Tensor:
         """Input embeddings [token, width] of text tokens."""
-        return self.parts.embedding(ids)  # type: ignore[no-any-return]
+        return self.parts.embedding(ids)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token scores [row, vocabulary] of rows [row, width] that left the last layer."""
-        return self.parts.head(self.parts.norm(hidden))  # type: ignore[no-any-return]
+        return self.parts.head(self.parts.norm(hidden))
 
     def run(self, lanes: Sequence[Lane]) -> list[Tensor]:
         """Compute every lane's rows; returns, per lane, the hidden states [row, width] behind the last layer."""

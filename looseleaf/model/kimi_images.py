@@ -24,7 +24,7 @@ from transformers.processing_utils import ImagesKwargs
 Pixels = NDArray[Any]
 
 
-class KimiImagesKwargs(ImagesKwargs, total=False):  # type: ignore[misc,call-arg]
+class KimiImagesKwargs(ImagesKwargs, total=False):  # type: ignore[call-arg]
     """The settings this family adds to the common ones; transformers checks and fills them by this class."""
 
     max_patches: int
@@ -63,12 +63,12 @@ def cut_patches(image: Pixels, patch_size: int) -> Pixels:
     return cut.reshape(rows * columns, channels, patch_size, patch_size)
 
 
-class KimiPilImageProcessor(PilBackend):  # type: ignore[misc]
+class KimiPilImageProcessor(PilBackend):
     """`Kimi_K25ImageProcessor` without torchvision; the attributes below are that class's defaults."""
 
     do_resize = True
     resample = PILImageResampling.BICUBIC
-    size = {"max_height": 512, "max_width": 512}  # patches a side, not pixels
+    size: ClassVar = {"max_height": 512, "max_width": 512}  # patches a side, not pixels
     max_patches = 16384
     do_rescale = True
     do_normalize = True
@@ -78,7 +78,7 @@ class KimiPilImageProcessor(PilBackend):  # type: ignore[misc]
     patch_size = 14
     merge_size = 2
     valid_kwargs = KimiImagesKwargs
-    model_input_names = ["pixel_values", "image_grid_thw"]
+    model_input_names: ClassVar = ["pixel_values", "image_grid_thw"]
 
     def _validate_preprocess_kwargs(self, size: SizeDict | None = None, **kwargs: Any) -> None:
         if size is not None and (size.max_height is None or size.max_height != size.max_width):

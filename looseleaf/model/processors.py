@@ -71,7 +71,7 @@ def _assemble(processor_class: Any, source: str, model_type: str, hub_kwargs: di
 def _without_video(processor_class: Any) -> Any:
     """`processor_class` with a constructor that takes the stand-in; every other check of its arguments stays."""
 
-    class WithoutVideo(processor_class):  # type: ignore[misc]
+    class WithoutVideo(processor_class):
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
             if isinstance(argument, NoVideoProcessor):
                 return NoVideoProcessor

@@ -9,13 +9,13 @@ nothing of layers, chunks or engines.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 import torch
 from torch import Tensor
 
 
-class PairOrder(str, Enum):
+class PairOrder(StrEnum):
     """Which two numbers of a key turn together, and where they end up."""
 
     HALVES = "halves"

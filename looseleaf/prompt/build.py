@@ -89,7 +89,7 @@ class PromptBuilder:
         template = getattr(self.adapter.processor, "chat_template", None) or self.adapter.tokenizer.chat_template
         if not template:
             return "".join(str(turn["content"]) for turn in turns)
-        return self.adapter.tokenizer.apply_chat_template(  # type: ignore[no-any-return]
+        return self.adapter.tokenizer.apply_chat_template(
             turns, chat_template=template, add_generation_prompt=True, tokenize=False
         )
 

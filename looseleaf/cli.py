@@ -1,0 +1,273 @@
+"""The command line: `looseleaf ask | bench | demo | doctor`. Parses, shows progress, prints; decides nothing."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import json
+import platform
+import re
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.status import Status
+
+from looseleaf.bench.report import BenchOptions
+from looseleaf.demo import run_demo
+from looseleaf.engine.request import Answer, Usage
+from looseleaf.errors import LooseleafError, PromptError
+from looseleaf.link.policies import POLICIES
+from looseleaf.prompt.segments import Document, Image, Segment
+from looseleaf.system import DEFAULT_MODEL, Looseleaf
+from looseleaf.version import VERSION
+
+BENCHES = {"exact": "does reuse machinery change anything when it must not?",
+           "ttft": "what does each policy save, and how far is it from the floor?"}  # fmt: skip
+
+
+class Doing:
+    """Says on stderr what is going on, once it takes longer than a second."""
+
+    def __init__(self, console: Console):
+        self._console = console
+        self._stage = ""
+        self._status: Status | None = None
+        self._timer: threading.Timer | None = None
+
+    def __call__(self, stage: str) -> None:
+        """A new stage began."""
+        self._stop()
+        self._stage = stage
+        self._timer = threading.Timer(1.0, self._show)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _show(self) -> None:
+        if self._console.is_terminal:
+            self._status = self._console.status(f"{self._stage} …")
+            self._status.start()
+        else:
+            self._console.print(f"{self._stage} …")
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+    def __enter__(self) -> Doing:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; errors of ours become one line and exit code 2."""
+    transformers.logging.disable_progress_bar()
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.run(options) or 0)
+    except LooseleafError as error:
+        print(f"looseleaf: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("looseleaf: stopped", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="looseleaf",
+        description="A vision-language model looks at an image once and uses what it computed anywhere.",
+    )
+    parser.add_argument("--version", action="version", version=f"looseleaf {VERSION}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_ask(commands)
+    _add_bench(commands)
+    demo = commands.add_parser("demo", help="show looseleaf at work, with a picture and a plot")
+    demo.add_argument("--out", type=Path, default=Path("demo-output"), help="folder for the picture and the plot")
+    demo.add_argument("--seed", type=int, default=0)
+    demo.set_defaults(run=lambda options: _with_progress(lambda doing: run_demo(options.out, options.seed, doing)))
+    doctor = commands.add_parser("doctor", help="check this machine and, with --model, a model")
+    _add_model(doctor)
+    doctor.set_defaults(run=_doctor)
+    return parser
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="folder, hub id or tiny:FAMILY (default: %(default)s)")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, … (default: %(default)s)")
+    parser.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the checkpoint's)")
+    parser.add_argument("--revision", help="of a hub model")
+    parser.add_argument("--max-length", type=int, help="longest prompt with its answer, in tokens")
+
+
+def _add_ask(commands: Any) -> None:
+    ask = commands.add_parser(
+        "ask", help="ask a question about images and documents",
+        description="Ask a question. Images and documents come before it in the order given; write {1}, {2} … in the "
+        "question to put them somewhere else.",
+        epilog=f"policies: {', '.join(POLICIES)}; fields follow a colon, as in first-k:32 or full-reuse:relocate=false",
+    )  # fmt: skip
+    ask.add_argument("question")
+    ask.add_argument("--image", action=_Attach, dest="attached", metavar="FILE", help="an image; repeat for more")
+    ask.add_argument("--document", action=_Attach, dest="attached", metavar="FILE", help="a text file used as a chunk")
+    ask.add_argument("--policy", help="what to reuse (default: prefix-cache, which is exact)")
+    ask.add_argument("--max-tokens", type=int, default=128)
+    ask.add_argument("--temperature", type=float, default=0.0)
+    ask.add_argument("--top-p", type=float, default=1.0)
+    ask.add_argument("--top-k", type=int, default=0)
+    ask.add_argument("--seed", type=int)
+    ask.add_argument("--stop", action="append", default=[], help="end the answer at this text; repeat for more")
+    ask.add_argument("--plan", action="store_true", help="print what would be read and computed, and stop")
+    ask.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    _add_model(ask)
+    ask.set_defaults(run=_ask)
+
+
+def _add_bench(commands: Any) -> None:
+    listed = "\n".join(f"  {name:<8} {question}" for name, question in BENCHES.items())
+    bench = commands.add_parser(
+        "bench", help="measure: a table, then one line of JSON", description=f"Benches:\n{listed}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    bench.add_argument("name", choices=list(BENCHES))
+    bench.add_argument("--model", help="a family (exact) or a model folder (ttft) instead of the bench's own")
+    bench.add_argument("--device", default="cpu")
+    bench.add_argument("--seed", type=int, default=0)
+    bench.add_argument("--quick", action="store_true", help="within a minute or two on two cores, coarser")
+    bench.add_argument("--plot", type=Path, help="save a plot here")
+    bench.add_argument("--save", type=Path, help="also write the JSON line to this file")
+    bench.set_defaults(run=_bench)
+
+
+class _Attach(argparse.Action):
+    """Collects --image and --document in the order they were given."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        held = getattr(namespace, self.dest) or []
+        setattr(namespace, self.dest, [*held, (option, values)])
+
+
+def _open(options: argparse.Namespace, doing: Doing) -> Looseleaf:
+    return Looseleaf.open(
+        options.model, device=options.device, dtype=options.dtype, revision=options.revision,
+        max_length=options.max_length, tell=doing,
+    )  # fmt: skip
+
+
+def _ask(options: argparse.Namespace) -> None:
+    prompt = _segments(options.question, options.attached or [])
+    sampling = {
+        "max_tokens": options.max_tokens, "temperature": options.temperature, "top_p": options.top_p,
+        "top_k": options.top_k, "seed": options.seed, "stop": tuple(options.stop),
+    }  # fmt: skip
+    with Doing(Console(stderr=True)) as doing, _open(options, doing) as ll:
+        doing("preparing the prompt")
+        if options.plan:
+            print(ll.plan(prompt, policy=options.policy, **sampling))
+            return
+        reply = ll.submit(prompt, policy=options.policy, **sampling)
+        for progress in reply.progress():
+            if progress.text and not options.json:
+                doing._stop()
+                print(progress.text, end="", flush=True)
+            elif progress.stage and not progress.text:
+                doing(progress.stage)
+        doing._stop()
+        answer = reply.result()
+        if options.json:
+            print(json.dumps(_as_dict(answer)))
+        else:
+            print()
+            print(answer.usage, file=sys.stderr)
+
+
+def _as_dict(answer: Answer) -> dict[str, Any]:
+    usage: Usage = answer.usage
+    return {
+        "text": answer.text, "finish_reason": answer.finish_reason, "policy": answer.plan.policy,
+        "usage": dataclasses.asdict(usage),
+    }  # fmt: skip
+
+
+def _segments(question: str, attached: Sequence[tuple[str, str]]) -> list[Segment]:
+    """Attached files and the words between them: in front, or where the question says {1}, {2} …"""
+    files: list[Segment] = [_file(option, name) for option, name in attached]
+    parts = re.split(r"\{(\d+)\}", question)
+    if len(parts) == 1:
+        return [*files, question]
+    segments: list[Segment] = []
+    for at, part in enumerate(parts):
+        if at % 2 == 0:
+            segments += [part] if part.strip() else []
+        elif 1 <= int(part) <= len(files):
+            segments.append(files[int(part) - 1])
+        else:
+            raise PromptError(f"the question names {{{part}}}, but {len(files)} files were given")
+    return segments
+
+
+def _file(option: str, name: str) -> Segment:
+    if option == "--image":
+        return Image(name)
+    try:
+        return Document(Path(name).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise PromptError(f"document {name!r} cannot be read as text: {error}") from error
+
+
+def _bench(options: argparse.Namespace) -> None:
+    bench = importlib.import_module(f"looseleaf.bench.{options.name}")
+    given = BenchOptions(
+        model=options.model, device=options.device, seed=options.seed, quick=options.quick, plot=options.plot
+    )
+    report = bench.run(given)
+    report.print()
+    if options.save is not None:
+        options.save.parent.mkdir(parents=True, exist_ok=True)
+        options.save.write_text(report.json() + "\n", encoding="utf-8")
+
+
+def _with_progress(act: Any) -> None:
+    with Doing(Console(stderr=True)) as doing:
+        act(doing)
+
+
+def _doctor(options: argparse.Namespace) -> None:
+    print(f"looseleaf {VERSION}, Python {platform.python_version()}, torch {torch.__version__}, "
+          f"transformers {transformers.__version__}")  # fmt: skip
+    gpus = ", ".join(torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())) or "none"
+    print(f"{torch.get_num_threads()} threads; GPUs: {gpus}")
+    with Doing(Console(stderr=True)) as doing, _open(options, doing) as ll:
+        adapter = ll.adapter
+        layer = adapter.layout.layers[0]
+        kind = "latent (MLA)" if layer.latent else f"{layer.keys.heads} KV heads of {layer.keys.dim}"
+        print(f"model {adapter.name}: {len(adapter.layout.layers)} layers, {kind}, {adapter.layout.dtype}, "
+              f"{adapter.layout.row_bytes:,} bytes a token, up to {adapter.max_length:,} tokens")  # fmt: skip
+        print(f"rotary: {adapter.decoder.form.order.value}, {adapter.axes} axes; keys are "
+              f"{'taken before the rotary' if adapter.decoder.shows_keys else 'turned back in fp32'}")  # fmt: skip
+        started = time.perf_counter()
+        if adapter.sees_images:
+            ll.reference.check_images()
+            print("images: a prompt with an image and a reused image equal the model's own forward")
+        print(f"fine ({time.perf_counter() - started:.1f} s)")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
