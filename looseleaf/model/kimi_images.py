@@ -7,7 +7,7 @@ this file does not know: tokens, prompts, video.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,7 +68,7 @@ class KimiPilImageProcessor(PilBackend):
 
     do_resize = True
     resample = PILImageResampling.BICUBIC
-    size: ClassVar = {"max_height": 512, "max_width": 512}  # patches a side, not pixels
+    size: ClassVar[Any] = {"max_height": 512, "max_width": 512}  # patches a side, not pixels
     max_patches = 16384
     do_rescale = True
     do_normalize = True
@@ -78,7 +78,7 @@ class KimiPilImageProcessor(PilBackend):
     patch_size = 14
     merge_size = 2
     valid_kwargs = KimiImagesKwargs
-    model_input_names: ClassVar = ["pixel_values", "image_grid_thw"]
+    model_input_names: ClassVar[Any] = ["pixel_values", "image_grid_thw"]
 
     def _validate_preprocess_kwargs(self, size: SizeDict | None = None, **kwargs: Any) -> None:
         if size is not None and (size.max_height is None or size.max_height != size.max_width):

@@ -190,10 +190,10 @@ def test_the_processor_also_renders_and_encodes_in_one_call(visual: Loaded) -> N
     assert last_logits(visual, **inputs).isfinite().all()
 
 
-@pytest.mark.parametrize("family", ("qwen2_5_vl", "qwen3_vl", "llava_next_mistral", "kimi_k25", "llama"))
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "llava_next_mistral", "kimi_k25", "llama"])
 @pytest.mark.parametrize(
     "rope",
-    (
+    [
         {"rope_type": "linear", "factor": 4.0},
         {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 4096},
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096},
@@ -204,7 +204,7 @@ def test_the_processor_also_renders_and_encodes_in_one_call(visual: Loaded) -> N
             "low_freq_factor": 1.0,
             "high_freq_factor": 4.0,
         },
-    ),
+    ],
     ids=lambda rope: rope["rope_type"],
 )
 def test_overrides_reach_the_rotary(family: str, rope: dict[str, Any], tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("connect", "connect_ex"):
         monkeypatch.setattr(socket.socket, name, refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    yield
+    return
 
 
 @pytest.mark.usefixtures("no_network")
@@ -281,13 +281,13 @@ def test_without_torchvision_a_video_says_what_is_missing(visual: Loaded) -> Non
 
 @pytest.mark.parametrize(
     ("size", "expected"),
-    (
+    [
         ((112, 112), (112, 112, 112, 112)),
         ((113, 27), (113, 27, 140, 28)),
         ((5, 5), (5, 5, 28, 28)),
         ((1200, 900), (520, 390, 532, 392)),
         ((30, 2000), (13, 896, 28, 896)),
-    ),
+    ],
 )
 def test_kimi_scales_and_pads_as_transformers_does(size: tuple[int, int], expected: tuple[int, ...]) -> None:
     assert fit(*size, patch_size=14, merge_size=2, max_patches=1024, max_side=64) == expected
