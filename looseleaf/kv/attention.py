@@ -104,6 +104,9 @@ class SeatBatch:
         self.seats = torch.tensor(numbers, device=device)
         self.slots = torch.tensor([share.slots[0] for share in shares], device=device)
         self.visible = max(share.visible for share in shares)
+        for share in shares:
+            if share.visible < self.visible:
+                share.table.clear(share.visible, self.visible)
         limits = torch.zeros(self.last - self.first, dtype=torch.long, device=device)
         limits[self.seats - self.first] = self.slots
         hidden = torch.arange(self.visible, device=device) > limits[:, None]

@@ -12,6 +12,9 @@ from torch import Tensor
 from looseleaf.kv.layout import KVRows
 from looseleaf.kv.pool import Seat
 
+CLEARED_AHEAD = 64
+"""Slots cleared beyond what is asked for, so that a growing neighbour asks rarely."""
+
 
 class SlotTable:
     """Keys (rotated) and values of a sequence, slot = index in the sequence; capacity is fixed at birth.
@@ -27,6 +30,7 @@ class SlotTable:
         """Where the rows lie, when that is a slab: sequences of one slab decode together."""
         self.exact_tokens = rows.tokens
         """Slots before this one are exact, all others approximate."""
+        self._cleared_to = 0
 
     def taint_from(self, slot: int) -> None:
         """Mark `slot` and everything behind it as approximate: what follows has attended it."""
@@ -44,6 +48,19 @@ class SlotTable:
     def read(self, layer: int, stop: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the slots before `stop`, [head, slot, dim], without a copy."""
         return self.rows.keys[layer][:, :stop], self.rows.values[layer][:, :stop]
+
+    def clear(self, start: int, stop: int) -> None:
+        """Make slots `start:stop` of the seat, which hold nothing yet, safe to be read and masked away.
+
+        Memory is handed on as it is: a masked NaN in it would still be a NaN in the sum.
+        """
+        if stop <= self._cleared_to:
+            return
+        assert self.seat is not None
+        start, stop = max(start, self._cleared_to), stop + CLEARED_AHEAD
+        for plane in (*self.seat.slab.keys, *self.seat.slab.values):
+            plane[self.seat.number, :, start:stop].zero_()
+        self._cleared_to = stop
 
     def copy_out(self, slots: range) -> KVRows:
         """A copy of these rows in every layer."""

@@ -323,10 +323,14 @@ class Linker:
         linked.done_to = tokens
 
     def _shorten_prefix(self, linked: Linked, tokens: int) -> None:
+        """Go on with what is left of a prefix: everything behind it is computed."""
         self.counters.fallbacks += 1
-        first = linked.plan.rows[0]
-        rows = replace(first, slots=(range(tokens, len(linked.prompt)),))
-        linked.plan = replace(linked.plan, prefix_tokens=tokens, rows=(rows,))
+        pieces = tuple(
+            replace(piece, use="compute", stored=False) if piece.stop > tokens else piece
+            for piece in linked.plan.pieces
+        )
+        rows = replace(linked.plan.rows[0], slots=(range(tokens, len(linked.prompt)),))
+        linked.plan = replace(linked.plan, prefix_tokens=tokens, pieces=pieces, rows=(rows,))
         linked.done_to = tokens
 
     def _fetch_features(self, linked: Linked, keep: Keep) -> None:

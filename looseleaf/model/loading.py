@@ -63,6 +63,10 @@ def load_adapter(
     if device_map is None:
         model = model.to(device)
     processor = _try(name, local, lambda: load_processor(name, **hub))
+    if not getattr(processor, "tokenizer", processor)("a")["input_ids"]:
+        raise ModelLoadError(
+            f"{name!r} has no vocabulary: its tokenizer turns text into nothing; is tokenizer.json there?"
+        )
     tell("checking the model")
     decoder = build_decoder(model)
     return Adapter(model, processor, decoder, family_of(config.model_type), name=Path(name).name, max_length=limit)
@@ -90,7 +94,7 @@ def _try(name: str, local: bool, load: Callable[[], Any]) -> Any:
     """Transformers' many ways to fail, as one error that says what to do."""
     try:
         return load()
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except Exception as error:  # safetensors, tokenizers, the hub client: each has errors of its own
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         where = (
             f"{name!r} is not a complete model folder"

@@ -139,7 +139,7 @@ def _read_form(parts: Parts, layout: KVLayout, cache: DynamicCache, raw: dict[in
         torch.equal(one[..., : dim // 2], one[..., dim // 2 :]) for one in turns
     ):
         raise UnsupportedModelError(f"{type(rotary).__name__} gives the two numbers of a pair different angles")
-    for order in (PairOrder.PAIRS,) if isinstance(turns, Tensor) else (PairOrder.HALVES, PairOrder.PAIRS_TO_HALVES):
+    for order in PairOrder:
         form = RotaryForm(order=order, dim=dim)
         shown = all(
             index in raw and raw[index].shape == keys.shape and torch.equal(rotate(raw[index], phase, form), keys)

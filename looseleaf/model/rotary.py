@@ -23,7 +23,7 @@ class PairOrder(StrEnum):
     PAIRS_TO_HALVES = "pairs-to-halves"
     """(2i, 2i + 1), laid out as halves afterwards: DeepSeek-V3, Kimi-K2.5."""
     PAIRS = "pairs"
-    """(2i, 2i + 1), in place, in fp32: DeepSeek-V2."""
+    """(2i, 2i + 1), in place: GLM, and DeepSeek-V2, which computes in fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ def rotate(keys: Tensor, phase: Phase, form: RotaryForm, out: Tensor | None = No
     cos, sin = phase.cos, phase.sin
     first, second = _pairs(keys, form)
     if form.order is PairOrder.PAIRS:
-        first, second = first.float(), second.float()
+        first, second = first.to(cos.dtype), second.to(cos.dtype)
         out[..., 0 : form.dim : 2] = (first * cos - second * sin).to(keys.dtype)
         out[..., 1 : form.dim : 2] = (first * sin + second * cos).to(keys.dtype)
     else:
