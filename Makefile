@@ -4,13 +4,14 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.installed
 
-.PHONY: help demo test check format bench install clean
+.PHONY: help demo test check format readme bench install clean
 
 help:
 	@echo "make demo    install, then show looseleaf at work on the embedded model"
 	@echo "make test    install, then check and test everything"
 	@echo "make check   formatting, lint, types, layering"
 	@echo "make format  rewrite files the way the checks want them"
+	@echo "make readme  rewrite the generated parts of the README"
 	@echo "make bench   run the benches (BENCH='exact ttft', QUICK=1 for a minute each)"
 	@echo "make clean   remove what make installed and built"
 
@@ -35,6 +36,9 @@ check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+
+readme: $(INSTALLED)
+	$(BIN)/python tools/readme.py
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

@@ -1,1 +1,1 @@
-"""bench"""
+"""One question a file: a table for people, then one line of JSON."""

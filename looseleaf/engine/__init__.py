@@ -1,1 +1,1 @@
-"""engine"""
+"""Requests, scheduler, sampling: continuous batching over packed passes."""

@@ -1,1 +1,1 @@
-"""link"""
+"""Plan (pure), policies, and the linker that makes a sequence's KV from a plan."""

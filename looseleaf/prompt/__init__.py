@@ -1,1 +1,1 @@
-"""prompt"""
+"""Messages → segments → chunks; media decoding under limits."""

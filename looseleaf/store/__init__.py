@@ -1,1 +1,1 @@
-"""store"""
+"""Records under content keys, within a byte budget."""

@@ -1,0 +1,121 @@
+"""Writes the generated parts of README.md: the folder tree from module docstrings, figures from bench/results.
+
+`python tools/readme.py` rewrites them, `--check` fails when they are stale. Generated parts stand between
+`<!-- NAME -->` and `<!-- /NAME -->`.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+RESULTS = ROOT / "bench" / "results"
+LAYERS = (
+    "cli.py", "demo.py", "bench", "system.py", "config.py", "engine", "link", "store", "prompt", "model", "kv",
+    "identity.py", "errors.py", "version.py",
+)  # fmt: skip
+
+
+def tree() -> str:
+    """The package as a request passes it, top to bottom, with what each file is for."""
+    lines = ["```", "looseleaf/"]
+    for name in LAYERS:
+        path = ROOT / "looseleaf" / name
+        if path.is_file():
+            lines.append(_line(path, 2))
+            continue
+        lines.append(_line(path / "__init__.py", 2, shown=f"{name}/"))
+        for file in sorted(path.iterdir()):
+            if file.suffix == ".py" and file.name != "__init__.py":
+                lines.append(_line(file, 4))
+            elif (file / "__init__.py").exists():
+                lines.append(_line(file / "__init__.py", 4, shown=f"{file.name}/"))
+    return "\n".join([*lines, "```"])
+
+
+def _line(path: Path, indent: int, shown: str | None = None) -> str:
+    doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    first = doc.split("\n\n")[0].replace("\n", " ").strip()
+    return f"{' ' * indent}{shown or path.name:<{24 - indent}}{re.sub(r'[.:]$', '', first)}"
+
+
+def figures() -> str:
+    """The measured figures, each with the commit and the machine that printed it."""
+    parts = []
+    exact, ttft = _result("exact-cpu"), _result("ttft-cpu")
+    if exact:
+        one = exact["summary"]
+        parts.append(
+            f"**Exact** ([bench/results/exact-cpu.json](bench/results/exact-cpu.json), commit `{exact['commit']}`, "
+            f"{one['models']} model families in fp32): recomputing everything differs from a plain transformers "
+            f"forward by at most {one['logit_err_max']:.0e} of the largest logit; greedy answers equal `generate`: "
+            f"{'yes' if one['greedy_equal'] else 'NO'}; blind reuse differs from one masked stock forward by at most "
+            f"{one['mask_oracle_err_max']:.0e}; relocated keys by {one['relocate_pair_ulp_max']:.0f} ulp; packed "
+            f"requests by {one['packed_err_max']:.0e}; planted mistakes caught: {one['negative_controls_caught']}."
+        )
+    if ttft:
+        parts.append(_ttft(ttft))
+    return "\n\n".join(parts) or "No results yet: run `make bench`."
+
+
+def _ttft(result: dict[str, Any]) -> str:
+    one = result["summary"]
+    rows = [
+        "| | fp32 | bf16 |", "| --- | --- | --- |",
+        *(
+            f"| {text} | {one[key]['float32']:.2f}x | {one[key]['bfloat16']:.2f}x |"
+            for key, text in (
+                ("full_reuse_speedup", "FullReuse, faster to the first token than re-prefill"),
+                ("first_k_speedup", "FirstK(32), faster to the first token than re-prefill"),
+                ("reuse_over_floor", "FullReuse over its floor (stock forward of the same rows + one copy of the KV)"),
+                ("first_k_over_floor", "FirstK(32) over its floor"),
+                ("reprefill_over_transformers", "our re-prefill over transformers' own"),
+                ("decode_over_transformers", "our decoding over `generate`, alone"),
+                ("decode8_over_transformers", "our decoding over `generate`, eight at once"),
+            )
+        ),
+    ]  # fmt: skip
+    tokens = one["tokens"]["float32"]
+    return (
+        f"**Fast** ([bench/results/ttft-cpu.json](bench/results/ttft-cpu.json), commit `{result['commit']}`, "
+        f"{result['hardware']}): a random-weight Qwen2.5-VL of SmolLM size, {tokens['reused']} tokens of four images "
+        f"moved to new places, {tokens['text']} rows of text; vision apart.\n\n" + "\n".join(rows)
+    )
+
+
+def _result(name: str) -> dict[str, Any] | None:
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def generated(text: str) -> str:
+    """README.md with its generated parts as they should be."""
+    for name, content in (("tree", tree()), ("figures", figures())):
+        pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
+        text, count = re.subn(
+            pattern, lambda found, content=content: f"{found[1]}{content}\n{found[2]}", text, flags=re.S
+        )
+        assert count == 1, f"README.md has no part {name}"
+    return text
+
+
+def main() -> int:
+    """Rewrite, or with --check compare."""
+    old = README.read_text(encoding="utf-8")
+    new = generated(old)
+    if "--check" in sys.argv[1:]:
+        if old != new:
+            print("README.md is stale: run `make readme`", file=sys.stderr)
+        return int(old != new)
+    README.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
