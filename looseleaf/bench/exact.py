@@ -26,7 +26,6 @@ from looseleaf.engine.request import Answer
 from looseleaf.engine.scheduler import EngineConfig
 from looseleaf.kv.attention import Capture
 from looseleaf.kv.layout import KVRows
-from looseleaf.link.linker import Linked
 from looseleaf.link.policies import (
     DeepLayers,
     Deviation,
@@ -40,6 +39,7 @@ from looseleaf.link.policies import (
     Reprefill,
 )  # fmt: skip
 from looseleaf.link.reference import error
+from looseleaf.link.sequence import Linked
 from looseleaf.model.loading import load_adapter
 from looseleaf.model.rotary import PairOrder, Phase, RotaryForm, rotate
 from looseleaf.model.tiny import FAMILIES, build_tiny

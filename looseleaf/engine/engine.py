@@ -21,8 +21,9 @@ from looseleaf.engine.sampling import choose, make_generator
 from looseleaf.engine.scheduler import EngineConfig, Running, admit, schedule
 from looseleaf.engine.words import Words
 from looseleaf.errors import CancelledError, ClosedError, LimitError, QueueFullError
-from looseleaf.link.linker import Linked, Linker
+from looseleaf.link.linker import Linker
 from looseleaf.link.plan import Plan, plan_link
+from looseleaf.link.sequence import Linked
 from looseleaf.model.lane import Entry, Lane
 
 T = TypeVar("T")

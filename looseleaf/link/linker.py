@@ -1,47 +1,30 @@
 """The linker: makes a sequence's KV from a plan.
 
-Fetches stored parts, computes what is missing (vision, then chunks alone in the canonical context), and hands out
-lanes: the rows a pass computes, with stored rows bound in front of each layer. It decides nothing; what the plan says
-and the store no longer has is computed and counted.
+Fetches stored parts and computes what is missing: vision, then chunks alone in the canonical context. The result, a
+`Linked` sequence, hands out the rows of the one pass that remains. It decides nothing; what the plan says and the store
+no longer has is computed and counted.
 """
 
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from looseleaf.kv.attention import Capture
 from looseleaf.kv.layout import KVRows
-from looseleaf.kv.pool import Seat, SlabPool
+from looseleaf.kv.pool import SlabPool
 from looseleaf.kv.records import ChunkKV, Features, SequenceKV, States
-from looseleaf.kv.table import SlotTable
-from looseleaf.link.oracle import low_rank, most_attended, most_deviating
-from looseleaf.link.plan import Known, Lookup, Plan, Rows, flatten
+from looseleaf.link.oracle import low_rank, most_attended
+from looseleaf.link.plan import Known, Lookup, Plan, Rows
 from looseleaf.link.policies import Policy
 from looseleaf.link.records import BLOCK, Keys
+from looseleaf.link.sequence import Linked
 from looseleaf.model.adapter import Adapter
-from looseleaf.model.lane import Deep, Entry, Lane
-from looseleaf.model.rotary import rotate
 from looseleaf.prompt.chunks import Canonical, Chunk, Prompt, Span, assemble
 from looseleaf.store.protocol import Store
-
-
-@dataclass(kw_only=True)
-class Stages:
-    """Seconds spent on the way to the first token, by stage."""
-
-    prepare_s: float = 0.0
-    queue_s: float = 0.0
-    vision_s: float = 0.0
-    chunks_s: float = 0.0
-    link_s: float = 0.0
-    prefill_s: float = 0.0
-    ttft_s: float = 0.0
 
 
 @dataclass(kw_only=True)
@@ -50,64 +33,6 @@ class Keep:
 
     store: bool = True
     ttl_s: float | None = None
-
-
-class Linked:
-    """A sequence being linked: its table, and the rows still to be computed, handed out as lanes."""
-
-    def __init__(self, linker: Linker, prompt: Prompt, plan: Plan, capacity: int):
-        self.linker = linker
-        self.prompt = prompt
-        self.plan = plan
-        self._seat: Seat | None = linker.pool.take(capacity)
-        self.table = SlotTable(self._seat.slab.rows(self._seat.number, capacity), self._seat)
-        self.table.taint_from(plan.exact_tokens)
-        self.positions = prompt.positions_to(capacity).to(linker.adapter.device)
-        self.features: dict[int, Features] = {}
-        self.sources: list[tuple[Span, KVRows]] = []
-        self.states: dict[int, list[tuple[Span, Tensor]]] = {}
-        self.chosen: list[int] = []
-        self.stages = Stages()
-        self.done_to = 0
-        self._bind: Callable[[int], None] | None = None
-
-    @property
-    def ready(self) -> bool:
-        """Whether every row has been handed out."""
-        return self.done_to >= len(self.prompt)
-
-    def rows_left(self) -> int:
-        """Rows of the widest layer that are still to be computed."""
-        return max(sum(slot >= self.done_to for slot in flatten(rows.slots)) for rows in self.plan.rows)
-
-    def take(self, budget: int) -> Lane:
-        """The next rows as a lane: all of them when the plan cannot be split, else about `budget` in slot order."""
-        stop = self._stop(budget)
-        span = range(self.done_to, stop)
-        self.done_to = stop
-        if self._bind is None:
-            self._bind = self.linker.binder(self)
-            link: Callable[[int], None] | None = self._bind
-        else:
-            link = None
-        return self.linker.lane(self, span, link)
-
-    def release(self) -> None:
-        """Give the table's memory back; nothing may read this sequence any more."""
-        if self._seat is not None:
-            self.linker.pool.give_back(self._seat)
-            self._seat = None
-
-    def _stop(self, budget: int) -> int:
-        total = len(self.prompt)
-        if not self.plan.splittable:
-            return total
-        end = total - 1 if self.plan.two_step and self.done_to < total - 1 else total
-        widest = max((flatten(rows.slots) for rows in self.plan.rows), key=len)
-        waiting = [slot for slot in widest if slot >= self.done_to]
-        if len(waiting) > budget:
-            end = min(end, waiting[max(1, budget)])
-        return end
 
 
 @dataclass
@@ -148,7 +73,7 @@ class Linker:
     @torch.inference_mode()
     def link(self, prompt: Prompt, plan: Plan, *, capacity: int, keep: Keep) -> Linked:
         """Fetch and compute everything the plan's pass will read; the pass itself is `Linked.take`."""
-        linked = Linked(self, prompt, plan, capacity)
+        linked = self._start(prompt, plan, capacity)
         self._fetch_prefix(linked)
         started = time.perf_counter()
         self._fetch_features(linked, keep)
@@ -187,117 +112,9 @@ class Linker:
             if not self.store.contains(key):
                 self._put(key, SequenceKV(rows=linked.table.copy_out(slots)), keep)
 
-    def binder(self, linked: Linked) -> Callable[[int], None]:
-        """A function that puts a layer's stored rows into the table: keys rotated once, values copied."""
-        spans = [span for span, _ in linked.sources]
-        if not spans:
-            return lambda layer: None
-        home = len(self.canonical.ids)
-        places = [
-            linked.positions[:, span.start : span.stop] if linked.plan.relocate
-            else span.chunk.placement.positions.to(self.adapter.device) + home  # type: ignore[union-attr]
-            for span in spans
-        ]  # fmt: skip
-        phase = self.adapter.decoder.phase(torch.cat(places, dim=1))
-        form, table, at = self.adapter.decoder.form, linked.table.rows, 0
-        bound = []
-        for span, rows in linked.sources:
-            bound.append((slice(span.start, span.stop), rows, phase[at : at + len(span)]))
-            at += len(span)
-
-        def bind(layer: int) -> None:
-            started = time.perf_counter()
-            keys, values = table.keys[layer], table.values[layer]
-            for slots, rows, turned in bound:
-                rotate(rows.keys[layer], turned, form, out=keys[:, slots])
-                values[:, slots].copy_(rows.values[layer])
-            linked.stages.link_s += time.perf_counter() - started
-
-        return bind
-
-    def lane(self, linked: Linked, span: range, link: Callable[[int], None] | None) -> Lane:
-        """The plan's rows with slots in `span`, layer by layer."""
-        entries: dict[int, Entry] = {}
-        stay: dict[int, Callable[[list[int]], list[int]]] = {}
-        current: list[int] = []
-        for rows in linked.plan.rows:
-            wanted = sorted({*(slot for slot in flatten(rows.slots) if slot in span), *self._chosen(linked, rows)})
-            if rows.layer == 0:
-                entries[0] = Entry(slots=wanted, hidden=self.embed(linked, wanted))
-                current = wanted
-                continue
-            if rows.select is not None and rows.select.by == "deviation":
-                stay[rows.layer] = self._deviation(linked, rows, wanted)
-                continue
-            kept, held = set(wanted), set(current)
-            stay[rows.layer] = lambda before, kept=kept: [slot for slot in before if slot in kept]  # type: ignore[misc]
-            entering = [slot for slot in wanted if slot not in held]
-            if entering:
-                entries[rows.layer] = Entry(slots=entering, hidden=_states_of(linked.states[rows.layer], entering))
-            current = wanted
-        return Lane(
-            table=linked.table, positions=linked.positions, entries=entries, stay=stay, link=link,
-            deep=self._deep(linked),
-        )  # fmt: skip
-
-    def embed(self, linked: Linked, slots: Sequence[int]) -> Tensor:
-        """Input embeddings [row, width] of ascending slots: text from the embedding, visual rows from features."""
-        ids, marked = linked.prompt.ids, torch.zeros(len(slots), dtype=torch.bool)
-        visual: list[tuple[Tensor, Tensor]] = []
-        for place, span in enumerate(linked.prompt.chunks):
-            first, last = bisect_left(slots, span.start), bisect_left(slots, span.stop)
-            if first == last or place not in linked.features or span.chunk is None:
-                continue
-            row_of = torch.full((len(span),), -1)
-            row_of[torch.tensor(span.chunk.visual)] = torch.arange(len(span.chunk.visual))
-            picked = row_of[torch.tensor(slots[first:last]) - span.start]
-            rows = first + torch.nonzero(picked >= 0)[:, 0]
-            marked[rows] = True
-            visual.append((rows, linked.features[place].embeddings[picked[picked >= 0].to(self.adapter.device)]))
-        words = torch.tensor([ids[slot] for slot in slots], dtype=torch.long).masked_fill_(
-            marked, 0
-        )  # markers may have no embedding
-        hidden = self.adapter.decoder.embed(words.to(self.adapter.device))
-        for rows, features in visual:
-            hidden[rows.to(hidden.device)] = features.to(hidden.dtype)
-        return hidden
-
-    def _deep(self, linked: Linked) -> Deep | None:
-        """Deepstack rows of all chunks whose features are at hand."""
-        slots: list[int] = []
-        features: list[Features] = []
-        for place, span in enumerate(linked.prompt.chunks):
-            if place in linked.features and linked.features[place].deep and span.chunk is not None:
-                slots += [span.start + offset for offset in span.chunk.visual]
-                features.append(linked.features[place])
-        if not slots:
-            return None
-        return Deep(
-            slots=slots, features=tuple(torch.cat(one) for one in zip(*(f.deep for f in features), strict=True))
-        )
-
-    def _chosen(self, linked: Linked, rows: Rows) -> list[int]:
-        return linked.chosen if rows.select is not None and rows.select.by == "attention" else []
-
-    def _deviation(self, linked: Linked, rows: Rows, always: list[int]) -> Callable[[list[int]], list[int]]:
-        assert rows.select is not None
-        share, below = rows.select.share, rows.layer - 1
-
-        def choose(before: list[int]) -> list[int]:
-            chosen = most_deviating(linked.table, self._open_sources(linked), below, share, self._turn(linked))
-            kept = {*always, *chosen}
-            return [slot for slot in before if slot in kept]
-
-        return choose
-
-    def _turn(self, linked: Linked) -> Callable[[Span, Tensor], Tensor]:
-        decoder = self.adapter.decoder
-        return lambda span, keys: rotate(keys, decoder.phase(linked.positions[:, span.start : span.stop]), decoder.form)
-
-    def _open_sources(self, linked: Linked) -> list[tuple[Span, KVRows]]:
-        """Reused chunks that are not exact where they stand: the ones a selection chooses among."""
-        inexact = {piece.start for piece in linked.plan.pieces if piece.use == "reuse" and not piece.exact}
-        return [(span, rows) for span, rows in linked.sources if span.start in inexact]
+    def _start(self, prompt: Prompt, plan: Plan, capacity: int) -> Linked:
+        home_pos = len(self.canonical.ids)
+        return Linked(self.adapter, self.pool, prompt, plan, capacity=capacity, home_pos=home_pos)
 
     def _known(self, span: Span) -> Known:
         chunk = span.chunk
@@ -419,10 +236,10 @@ class Linker:
         lanes, alone = [], []
         for chunk, features in chunks:
             prompt = assemble([self.canonical.ids, chunk], axes=adapter.axes)
-            linked = Linked(self, prompt, _compute_all(prompt), len(prompt))
+            linked = self._start(prompt, _compute_all(prompt), len(prompt))
             if features is not None:
                 linked.features[0] = features
-            lane = self.lane(linked, range(len(prompt)), None)
+            lane = linked.take(len(prompt))
             lane.capture = Capture(rows=KVRows(adapter.layout, len(chunk), adapter.device), first=start)
             lane.states = dict.fromkeys(layers)
             lanes.append(lane)
@@ -450,9 +267,9 @@ class Linker:
     def _ask_oracle(self, linked: Linked) -> None:
         """A full prefill in a table of its own, for the offline controls."""
         adapter, prompt = self.adapter, linked.prompt
-        scratch = Linked(self, prompt, _compute_all(prompt), len(prompt))
+        scratch = self._start(prompt, _compute_all(prompt), len(prompt))
         scratch.features = linked.features
-        lane = self.lane(scratch, range(len(prompt)), None)
+        lane = scratch.take(len(prompt))
         question = prompt.chunks[-1].stop if prompt.chunks else 0
         rows = KVRows(adapter.layout, len(prompt), adapter.device) if linked.plan.keys_rank is not None else None
         lane.capture = Capture(rows=rows, mass_from=question if rows is None else None)
@@ -466,20 +283,11 @@ class Linker:
             return
         share = next(rows.select.share for rows in linked.plan.rows if rows.select is not None)
         assert lane.capture.mass is not None
-        linked.chosen = most_attended(lane.capture.mass, [span for span, _ in self._open_sources(linked)], share)
+        linked.chosen = most_attended(lane.capture.mass, [span for span, _ in linked.open_sources()], share)
 
     def _put(self, key: object, record: object, keep: Keep) -> None:
         if keep.store:
             self.counters.stored += self.store.put(key, record, ttl_s=keep.ttl_s)  # type: ignore[arg-type]
-
-
-def _states_of(states: Sequence[tuple[Span, Tensor]], slots: Sequence[int]) -> Tensor:
-    """Boundary states [row, width] of ascending slots that lie in these spans."""
-    parts = []
-    for span, hidden in states:
-        first, last = bisect_left(slots, span.start), bisect_left(slots, span.stop)
-        parts.append(hidden[[slot - span.start for slot in slots[first:last]]])
-    return torch.cat(parts)
 
 
 def _compute_all(prompt: Prompt) -> Plan:

@@ -17,9 +17,10 @@ from PIL import Image as PILImages
 from torch import Tensor
 
 from looseleaf.errors import ModelError, UnsupportedModelError
-from looseleaf.link.linker import Keep, Linked, Linker
+from looseleaf.link.linker import Keep, Linker
 from looseleaf.link.plan import plan_link
 from looseleaf.link.policies import FullReuse, Policy, Reprefill
+from looseleaf.link.sequence import Linked
 from looseleaf.model.probe import TOLERANCE, stock_attention
 from looseleaf.prompt.build import PromptBuilder
 from looseleaf.prompt.chunks import Prompt

@@ -22,7 +22,7 @@ from looseleaf import (
 )  # fmt: skip
 from looseleaf.bench import exact
 from looseleaf.engine.engine import Engine, Job
-from looseleaf.link.linker import Linked
+from looseleaf.link.sequence import Linked
 
 Open = Callable[..., Looseleaf]
 
@@ -142,13 +142,13 @@ def test_one_failing_request_does_not_end_the_others(
     ll: Looseleaf, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good, bad, other = (submit(ll, prompt, max_tokens=6, ignore_eos=True) for prompt in prompts)
-    embed = ll.linker.embed
+    embed = Linked.embed
 
     def broken(linked: Linked, slots: Any) -> torch.Tensor:
         hidden = embed(linked, slots)
         return hidden[:, :7] if linked.prompt is bad.request.prompt else hidden
 
-    monkeypatch.setattr(ll.linker, "embed", broken)
+    monkeypatch.setattr(Linked, "embed", broken)
     finish(ll.engine)
     assert bad.error is not None
     for job, prompt in ((good, prompts[0]), (other, prompts[2])):
