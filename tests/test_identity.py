@@ -71,7 +71,7 @@ def test_lists_and_tuples_are_one_kind_of_sequence() -> None:
     assert digest("kind", field=bytearray(b"ab")) == digest("kind", field=b"ab")
 
 
-@pytest.mark.parametrize("value", [object(), {1, 2}, np.int64(1), np.zeros(2), torch.zeros(2), 1j, iter([1])], ids=repr)
+@pytest.mark.parametrize("value", [object(), {1, 2}, np.int64(1), np.zeros(2), torch.zeros(2), 1j, iter([1])], ids=lambda value: type(value).__name__)
 def test_anything_but_plain_values_is_refused(value: Any) -> None:
     with pytest.raises(TypeError, match="plain values"):
         digest("kind", field=value)

@@ -245,7 +245,7 @@ def _attend_rows(module: nn.Module, share: Share, layer: int, query: Tensor, sca
     if rows == 1:  # decoding: the heads of a group are rows that see the same keys, nothing is masked
         folded = query.view(1, keys.shape[0], groups, dim)
         out = scaled_dot_product_attention(folded, keys[None], values[None], scale=scaling)
-        return out.view(1, heads, 1, -1)
+        return out.reshape(1, heads, 1, -1)
     if query.is_cuda and share.mask is not None and groups > 1:  # no fused CUDA kernel takes a mask and groups
         keys, values = keys.repeat_interleave(groups, 0), values.repeat_interleave(groups, 0)
         groups = 1
