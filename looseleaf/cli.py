@@ -45,7 +45,7 @@ class Doing:
 
     def __call__(self, stage: str) -> None:
         """A new stage began."""
-        self._stop()
+        self.stop()
         self._stage = stage
         self._timer = threading.Timer(1.0, self._show)
         self._timer.daemon = True
@@ -58,7 +58,8 @@ class Doing:
         else:
             self._console.print(f"{self._stage} …")
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """Nothing is going on any more."""
         if self._timer is not None:
             self._timer.cancel()
         if self._status is not None:
@@ -71,7 +72,7 @@ class Doing:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stop()
+        self.stop()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -185,11 +186,11 @@ def _ask(options: argparse.Namespace) -> None:
         reply = ll.submit(prompt, policy=options.policy, **sampling)
         for progress in reply.progress():
             if progress.text and not options.json:
-                doing._stop()
+                doing.stop()
                 print(progress.text, end="", flush=True)
             elif progress.stage and not progress.text:
                 doing(progress.stage)
-        doing._stop()
+        doing.stop()
         answer = reply.result()
         if options.json:
             print(json.dumps(_as_dict(answer)))
@@ -237,8 +238,11 @@ def _bench(options: argparse.Namespace) -> None:
     given = BenchOptions(
         model=options.model, device=options.device, seed=options.seed, quick=options.quick, plot=options.plot
     )
-    report = bench.run(given)
+    with Doing(Console(stderr=True)) as doing:
+        report = bench.run(given, doing)
     report.print()
+    if options.plot is not None:
+        bench.plot(report, options.plot)
     if options.save is not None:
         options.save.parent.mkdir(parents=True, exist_ok=True)
         options.save.write_text(report.json() + "\n", encoding="utf-8")

@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 from PIL import Image as PILImages
@@ -122,7 +121,6 @@ def draw_picture(seed: int) -> PILImage:
 
 
 def _plot(times: dict[str, float], path: Path) -> None:
-    matplotlib.use("agg")
     figure = Figure(figsize=(7, 2.8), layout="constrained")
     axes = figure.subplots()
     names = list(times)[::-1]

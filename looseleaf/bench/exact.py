@@ -8,6 +8,7 @@ mistakes and must catch them.
 
 from __future__ import annotations
 
+import math
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from PIL import Image as PILImages
 from torch import Tensor
 
@@ -63,13 +65,14 @@ MIXED: tuple[Policy, ...] = (
 """Eight requests for one batch."""
 
 
-def run(options: BenchOptions) -> Report:
+def run(options: BenchOptions, tell: Callable[[str], None] = lambda stage: None) -> Report:
     """All families, all checks."""
     report = Report(bench="exact", options=options)
     families = (options.model,) if options.model else FAMILIES
     controls: dict[str, bool] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for family in families:
+        for number, family in enumerate(families):
+            tell(f"{family} ({number + 1} of {len(families)})")
             row, caught = check_family(family, Path(folder), options)
             report.rows.append(row)
             controls.update({f"{family}: {name}": one for name, one in caught.items()})
@@ -229,12 +232,19 @@ def packed_error(ll: Looseleaf, prompts: Sequence[PromptLike]) -> float:
     alone = [_answers(ll, [one])[0] for one in asked]
     small = Looseleaf(ll.adapter, Config(engine=EngineConfig(max_rows=48)))
     together = _answers(small, asked)
+    return max(_logprob_error(one, other) for one, other in zip(alone, together, strict=True))
+
+
+def _logprob_error(one: Answer, other: Answer) -> float:
+    """The largest difference of log-probabilities, up to the first token two answers tie on and choose differently."""
+    assert one.logprobs is not None
+    assert other.logprobs is not None
     worst = 0.0
-    for one, other in zip(alone, together, strict=True):
-        if one.token_ids != other.token_ids or one.logprobs is None or other.logprobs is None:
-            return float("inf")
-        for left, right in zip(one.logprobs, other.logprobs, strict=True):
-            worst = max(worst, *(abs(a - b) for (_, a), (_, b) in zip(left.top, right.top, strict=True)))
+    for left, right in zip(one.logprobs, other.logprobs, strict=True):
+        for (_, a), (_, b) in zip(left.top, right.top, strict=True):
+            worst = max(worst, abs(a - b) if math.isfinite(a) and math.isfinite(b) else math.inf)
+        if left.token_id != right.token_id:
+            break
     return worst
 
 
@@ -296,3 +306,18 @@ def _doubled(ll: Looseleaf, factor: float) -> Iterator[None]:
 
 def _without_preamble(ll: Looseleaf) -> Looseleaf:
     return Looseleaf(ll.adapter, Config(canonical="none"))
+
+
+def plot(report: Report, path: Path) -> None:
+    """Errors by family on a log scale, with the bar they must stay under."""
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    axes = figure.subplots()
+    names = [row["family"] for row in report.rows]
+    for shift, key in enumerate(("logit_err", "mask_oracle_err", "packed_err")):
+        axes.bar([at + 0.25 * shift for at in range(len(names))], [row[key] for row in report.rows], 0.25, label=key)
+    axes.axhline(TOLERANCE, color="black", linewidth=1, linestyle=":", label="allowed")
+    axes.set_yscale("log")
+    axes.set_xticks([at + 0.25 for at in range(len(names))], names, rotation=30, ha="right")
+    axes.legend(ncols=4, frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)

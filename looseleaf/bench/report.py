@@ -62,13 +62,13 @@ class Report:
 
 
 def commit() -> str:
-    """The commit the code is at, with a + when files differ from it; 'unknown' outside a checkout."""
+    """The commit the code is at, with a + when files differ from it; a copy without history says LOOSELEAF_COMMIT."""
     here = Path(__file__).parent
     try:
         head = _git(here, "rev-parse", "--short", "HEAD")
         return head + ("+" if _git(here, "status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.CalledProcessError):
-        return "unknown"
+        return os.environ.get("LOOSELEAF_COMMIT", "unknown")
 
 
 def hardware(device: str) -> str:

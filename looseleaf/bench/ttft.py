@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from PIL import Image as PILImages
 from transformers.cache_utils import DynamicCache
 
@@ -25,7 +26,6 @@ from looseleaf.config import Config
 from looseleaf.engine.engine import Job
 from looseleaf.engine.scheduler import EngineConfig
 from looseleaf.link.policies import FirstK, FullReuse, Policy, Reprefill
-from looseleaf.link.reference import Stock
 from looseleaf.model.loading import load_adapter
 from looseleaf.model.probe import stock_attention
 from looseleaf.model.tiny import build_tiny
@@ -42,20 +42,22 @@ SIDE = 448
 """Pixels of an image's side: 16 x 16 merged patches, 256 tokens."""
 
 
-def run(options: BenchOptions) -> Report:
+def run(options: BenchOptions, tell: Callable[[str], None] = lambda stage: None) -> Report:
     """Both dtypes; a summary key per dtype."""
     report = Report(bench="ttft", options=options)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(options.model) if options.model else build_tiny("qwen2_5_vl", Path(folder) / "smol", overrides=SMOL)
         for dtype in ("float32", "bfloat16"):
-            rows, summary = time_model(path, dtype, options)
+            rows, summary = time_model(path, dtype, options, tell)
             report.rows += rows
             for key, value in summary.items():
                 report.summary.setdefault(key, {})[dtype] = value
     return report
 
 
-def time_model(path: Path, dtype: str, options: BenchOptions) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def time_model(
+    path: Path, dtype: str, options: BenchOptions, tell: Callable[[str], None]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """One dtype: a row per arm, and the summary's figures."""
     adapter = load_adapter(path, dtype=dtype, device=options.device)
     adapter.processor.image_processor.size = {"shortest_edge": SIDE**2, "longest_edge": SIDE**2}
@@ -79,11 +81,14 @@ def time_model(path: Path, dtype: str, options: BenchOptions) -> tuple[list[dict
     for arm in arms.values():
         arm()
     taken: dict[str, list[float]] = {name: [] for name in arms}
-    for _ in range(5 if options.quick else 21):
+    rounds = 3 if options.quick else 21
+    for number in range(rounds):
+        tell(f"{dtype}: first tokens, round {number + 1} of {rounds}")
         for name, arm in arms.items():
             taken[name].append(arm())
     median = {name: statistics.median(one) for name, one in taken.items()}
-    decode = _decode(ll, ll.reference.stock(prompt), prompt, options)
+    tell(f"{dtype}: decoding")
+    decode = _decode(ll, prompt, options)
     rows = [{"dtype": dtype, "arm": name, "ms": one * 1000} for name, one in median.items()]
     rows += [{"dtype": dtype, "arm": name, "ms": one * 1000} for name, one in decode.items()]
     copy = median["copy of the reused KV"]
@@ -142,16 +147,11 @@ def _sync(ll: Looseleaf) -> None:
 def _stock_rows(ll: Looseleaf, rows: int, context: int) -> Callable[[], float]:
     """Transformers' own decoder on `rows` rows behind `context` cached ones, down to the last row's logits."""
     parts, width = ll.adapter.decoder.parts, ll.adapter.model.config.get_text_config().hidden_size
-    given: dict[str, Any] = {"dtype": ll.adapter.layout.dtype, "device": ll.adapter.device}
-    hidden = torch.randn(1, rows, width, **given)
+    hidden = torch.randn(1, rows, width, dtype=ll.adapter.layout.dtype, device=ll.adapter.device)
 
     @torch.inference_mode()
     def once() -> float:
-        cache = DynamicCache()
-        if context:
-            for index, layer in enumerate(ll.adapter.layout.layers):
-                keys = torch.randn(1, layer.keys.heads, context, layer.keys.dim, **given)
-                cache.update(keys, torch.randn_like(keys), index)
+        cache = _context(ll, 1, context) if context else DynamicCache()
         positions = torch.arange(context, context + rows, device=ll.adapter.device).expand(ll.adapter.axes, 1, -1)
         with stock_attention(ll.adapter.decoder):
             _sync(ll)
@@ -179,14 +179,14 @@ def _copy(ll: Looseleaf, tokens: int) -> Callable[[], float]:
     return once
 
 
-def _decode(ll: Looseleaf, given: Stock, prompt: list[Segment], options: BenchOptions) -> dict[str, float]:
+def _decode(ll: Looseleaf, prompt: list[Segment], options: BenchOptions) -> dict[str, float]:
     """Seconds a token while decoding behind this prompt, ours and `generate`'s, alone and eight at once."""
-    tokens, rounds = (8, 2) if options.quick else (32, 5)
+    tokens, rounds = (8, 2) if options.quick else (32, 9)
     taken: dict[str, list[float]] = {}
     for _ in range(rounds):
         for count, name in ((1, "alone"), (8, "8")):
             taken.setdefault(f"decode {name}", []).append(_our_decode(ll, prompt, count, tokens))
-            taken.setdefault(f"generate {name}", []).append(_their_decode(ll, given, count, tokens))
+            taken.setdefault(f"generate {name}", []).append(_their_decode(ll, prompt, count, tokens))
     return {name: statistics.median(one) for name, one in taken.items()}
 
 
@@ -201,24 +201,49 @@ def _our_decode(ll: Looseleaf, prompt: list[Segment], count: int, tokens: int) -
 
 
 @torch.inference_mode()
-def _their_decode(ll: Looseleaf, given: Stock, count: int, tokens: int) -> float:
-    """`generate`'s time from its first token to its last, read from a streamer so that prefill stays out."""
-    inputs = {name: value.repeat(count, *[1] * (value.dim() - 1)) for name, value in given.inputs.items()}
-    clock = _Clock()
+def _their_decode(ll: Looseleaf, prompt: list[Segment], count: int, tokens: int) -> float:
+    """`generate`'s time from its first token to its last, behind a cache as long as the prompt (random: only time)."""
+    ids = torch.tensor([ll.builder.build(prompt).ids] * count, device=ll.adapter.device)
+    cache, clock = _context(ll, count, ids.shape[1] - 1), _Clock(ll)
     with stock_attention(ll.adapter.decoder):
         ll.adapter.model.generate(
-            **inputs, max_new_tokens=tokens + 1, do_sample=False, eos_token_id=None, pad_token_id=0,
-            stopping_criteria=[clock],
+            input_ids=ids, past_key_values=cache, max_new_tokens=tokens + 1, do_sample=False, eos_token_id=None,
+            pad_token_id=0, stopping_criteria=[clock],
         )  # fmt: skip
     return (clock.seen[-1] - clock.seen[0]) / tokens
+
+
+def _context(ll: Looseleaf, count: int, tokens: int) -> DynamicCache:
+    """A stock cache of random rows."""
+    cache = DynamicCache()
+    for index, layer in enumerate(ll.adapter.layout.layers):
+        shape = (count, layer.keys.heads, tokens, layer.keys.dim)
+        keys = torch.randn(shape, dtype=ll.adapter.layout.dtype, device=ll.adapter.device)
+        cache.update(keys, torch.randn_like(keys), index)
+    return cache
 
 
 class _Clock:
     """A stopping criterion that never stops and notes when each token came."""
 
-    def __init__(self) -> None:
+    def __init__(self, ll: Looseleaf) -> None:
         self.seen: list[float] = []
+        self._ll = ll
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        _sync(self._ll)
         self.seen.append(time.perf_counter())
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+def plot(report: Report, path: Path) -> None:
+    """Bars of milliseconds by arm, one panel a dtype."""
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    for axes, dtype in zip(figure.subplots(1, 2), ("float32", "bfloat16"), strict=True):
+        rows = [row for row in report.rows if row["dtype"] == dtype][::-1]
+        bars = axes.barh([row["arm"] for row in rows], [row["ms"] for row in rows], color="#3f6fd8")
+        axes.bar_label(bars, fmt="%.0f", padding=3)
+        axes.set_title(f"{dtype}: milliseconds")
+        axes.margins(x=0.15)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)

@@ -8,6 +8,7 @@ before it is served.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -144,5 +145,6 @@ class Reference:
 
 
 def error(got: Tensor, expected: Tensor) -> float:
-    """The largest difference, as a share of the largest expected value."""
-    return float((got.float() - expected.float()).abs().max() / expected.float().abs().max())
+    """The largest difference, as a share of the largest expected value; infinite when anything is not a number."""
+    off = float((got.float() - expected.float()).abs().max() / expected.float().abs().max())
+    return off if math.isfinite(off) else math.inf

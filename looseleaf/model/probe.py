@@ -57,6 +57,11 @@ def check_config(config: Any, max_length: int) -> None:
 def build_decoder(model: Any) -> Decoder:
     """Probe a loaded model and return its decoder, switched to our attention and proven equal to its own forward."""
     parts = find_parts(model)
+    devices = sorted({str(one.device) for one in parts.text.parameters()})
+    if len(devices) > 1:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is spread over {', '.join(devices)}; its decoder must lie on one device"
+        )
     for index, layer in enumerate(parts.layers):
         if not hasattr(layer, "self_attn"):
             raise UnsupportedModelError(
