@@ -44,12 +44,14 @@ class Reply:
         self._system = system
         self._events: queue.SimpleQueue[Progress | None] = queue.SimpleQueue()
         self._listeners: list[Callable[[Progress | None], None]] = []
+        self._lock = threading.Lock()
         self._job: Job | None = None
 
     def _heard(self, job: Job, progress: Progress | None) -> None:
-        self._events.put(progress)
-        for listener in self._listeners:
-            listener(progress)
+        with self._lock:
+            self._events.put(progress)
+            for listener in self._listeners:
+                listener(progress)
 
     @property
     def job(self) -> Job:
@@ -111,7 +113,7 @@ class Reply:
     def _listen(self, listener: Callable[[Progress | None], None], *, replay: bool = False) -> None:
         """Call `listener` in this event loop for everything that still comes (and, with `replay`, came)."""
         loop = asyncio.get_running_loop()
-        with self._system.engine.lock:
+        with self._lock:
             while replay and not self._events.empty():
                 listener(self._events.get())
             self._listeners.append(lambda progress: _call(loop, listener, progress))

@@ -40,6 +40,7 @@ def test_closing_a_stream_cancels_its_request(ll: Looseleaf, prompt: list[Any]) 
     pieces = ll.stream_ask(prompt, max_tokens=5000, ignore_eos=True)
     next(pieces)
     pieces.close()  # type: ignore[attr-defined]
+    assert not ll.step()
     assert ll.engine.idle
 
 
@@ -97,6 +98,7 @@ def test_leaving_an_async_stream_cancels_its_request(ll: Looseleaf, prompt: list
         await pieces.aclose()  # type: ignore[attr-defined]
 
     asyncio.run(leave())
+    assert not ll.step()
     assert ll.engine.idle
 
 
@@ -106,6 +108,7 @@ def test_a_cancelled_task_cancels_its_request(ll: Looseleaf, prompt: list[Any]) 
             await asyncio.wait_for(ll.submit(prompt, max_tokens=5000, ignore_eos=True)._wait(), 0.05)
 
     asyncio.run(abandon())
+    assert not ll.step()
     assert ll.engine.idle
 
 

@@ -153,6 +153,7 @@ def full_recompute_error(ll: Looseleaf, prompt: PromptLike, policy: Policy) -> f
     got = ll.reference.ours(given.prompt, policy)
     if policy.uses_prefix:  # once more, from stored rows
         ll.ask(prompt, policy=policy, max_tokens=1)
+        ll.step()  # an answer is out before its rows are stored; wait until they are
         assert ll.plan(prompt, policy=policy).prefix_tokens > 0, "nothing was reused: the check would be empty"
         return max(error(got, expected), error(ll.reference.ours(given.prompt, policy), expected))
     return error(got, expected)

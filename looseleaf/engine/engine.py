@@ -1,7 +1,8 @@
 """The engine: requests in, answers out; each `step` is schedule → run → postprocess.
 
-Rows of all running requests are packed into one pass (continuous batching). One lock guards it, so `submit`, `step` and
-`cancel` may be called from any thread; nothing here starts a thread. A request that fails ends alone: others go on.
+Rows of all running requests are packed into one pass (continuous batching). `submit`, `step` and `cancel` may be called
+from any thread; only `step` takes as long as a pass, and nothing here starts a thread. A request that fails ends alone:
+others go on.
 """
 
 from __future__ import annotations
@@ -73,22 +74,19 @@ class Engine:
         self._waiting: deque[Job] = deque()
         self._running: dict[int, _Sequence] = {}
         self.lock = threading.RLock()
+        """Held while a pass runs, by whoever computes with the model."""
+        self._door = threading.Lock()
+        """Held for moments: the waiting line, and who ends a job."""
         self._closed = False
 
     @property
     def idle(self) -> bool:
-        """Whether nothing waits and nothing runs."""
+        """Whether nothing waits, runs, or holds memory a step would free."""
         return not self._waiting and not self._running
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """How many requests wait and how many run."""
-        return len(self._waiting), len(self._running)
 
     def plan(self, request: Request) -> Plan:
         """What would be read and computed for a request now, without doing it."""
-        with self.lock:
-            lookup = self.linker.lookup(request.prompt, request.policy)
+        lookup = self.linker.lookup(request.prompt, request.policy)
         layers = len(self.linker.adapter.layout.layers)
         return plan_link(request.prompt, lookup, request.policy, layers=layers, canonical=self.linker.canonical)
 
@@ -101,7 +99,7 @@ class Engine:
                 f"{capacity:,} tokens need {size_bytes / 2**20:,.0f} MiB of KV; the engine has "
                 f"{self.config.kv_budget_bytes / 2**20:,.0f} MiB. Shorten the prompt or raise engine.kv_budget_bytes"
             )
-        with self.lock:
+        with self._door:
             if self._closed:
                 raise ClosedError("the engine is closed; open looseleaf again")
             if len(self._waiting) >= self.config.max_waiting:
@@ -113,22 +111,17 @@ class Engine:
             return job
 
     def cancel(self, job: Job) -> bool:
-        """Stop a request and free what it holds; False when it had ended already."""
-        with self.lock:
-            if job.done.is_set():
-                return False
-            running = self._running.pop(job.id, None)
-            if running is not None:
-                running.linked.release()
+        """Stop a request; False when it had ended already. What it holds is freed by the next step."""
+        with self._door:
             if job in self._waiting:
                 self._waiting.remove(job)
-            self._end(job, error=CancelledError(f"request {job.id} was cancelled"))
-            return True
+        return self._end(job, error=CancelledError(f"request {job.id} was cancelled"))
 
     @torch.inference_mode()
     def step(self) -> bool:
         """Admit, run one pass, hand out tokens. False when there was nothing to do."""
         with self.lock:
+            self._reap()
             self._admit()
             if not self._running:
                 return False
@@ -149,22 +142,32 @@ class Engine:
                     lanes.append(lane)
                     sequences.append(one)
             self._run(sequences, lanes)
+            self._reap()
             return True
 
     def close(self) -> None:
         """End every request and take no more."""
-        with self.lock:
+        with self._door:
             self._closed = True
-            for job in [*self._waiting, *(one.job for one in self._running.values())]:
-                self._end(job, error=ClosedError("the engine was closed while the request ran"))
+            left = [*self._waiting]
             self._waiting.clear()
-            self._running.clear()
+        with self.lock:
+            for job in [*left, *(one.job for one in self._running.values())]:
+                self._end(job, error=ClosedError("the engine was closed while the request ran"))
+            self._reap()
+
+    def _reap(self) -> None:
+        """Free what ended requests hold."""
+        for one in [one for one in self._running.values() if one.job.done.is_set()]:
+            del self._running[one.job.id]
+            one.linked.release()
 
     def _admit(self) -> None:
         used = sum(one.job.size_bytes for one in self._running.values())
-        count = admit([job.size_bytes for job in self._waiting], len(self._running), used, self.config)
-        for _ in range(count):
-            job = self._waiting.popleft()
+        with self._door:
+            count = admit([job.size_bytes for job in self._waiting], len(self._running), used, self.config)
+            joining = [self._waiting.popleft() for _ in range(count)]
+        for job in joining:
             waited = time.perf_counter() - job.submitted_at
             try:
                 job.tell(Progress(stage="link"))
@@ -204,7 +207,7 @@ class Engine:
             hidden = decoder.run(lanes)
         except Exception as error:
             if len(lanes) == 1:
-                self._fail(sequences[0], error)
+                self._end(sequences[0].job, error=error)
                 return
             for one, lane in zip(sequences, lanes, strict=True):
                 self._run([one], [lane])
@@ -232,6 +235,8 @@ class Engine:
             self._guard(one, lambda one=one, token=token, note=note: self._take(one, token, note))  # type: ignore[misc]
 
     def _take(self, one: _Sequence, token: int, note: TokenLogprob | None) -> None:
+        if one.job.done.is_set():  # cancelled meanwhile
+            return
         sampling = one.job.request.sampling
         one.answer.append(token)
         if note is not None:
@@ -252,7 +257,6 @@ class Engine:
         rest = one.words.finish()
         if rest:
             one.job.tell(Progress(stage="decode", text=rest))
-        del self._running[one.job.id]
         told = one.job.request.sampling.logprobs is not None
         answer = Answer(
             text=one.words.text, token_ids=tuple(one.answer), finish_reason=one.finish_reason, usage=_usage(one),
@@ -261,26 +265,24 @@ class Engine:
         self._end(one.job, answer=answer)
         if one.job.request.policy.uses_prefix:  # off the request's path: its answer is out
             self.linker.harvest(one.linked, tuple(one.answer[:-1]), one.job.request.keep)
-        one.linked.release()
 
     def _guard(self, one: _Sequence, act: Callable[[], T]) -> T | None:
         """Do something for one sequence; if it fails, that sequence ends with the error and others go on."""
         try:
             return act()
         except Exception as error:
-            self._fail(one, error)
+            self._end(one.job, error=error)
             return None
 
-    def _fail(self, one: _Sequence, error: Exception) -> None:
-        self._running.pop(one.job.id, None)
-        one.linked.release()
-        if not one.job.done.is_set():
-            self._end(one.job, error=error)
-
-    def _end(self, job: Job, *, answer: Answer | None = None, error: BaseException | None = None) -> None:
-        job.answer, job.error = answer, error
-        job.done.set()
+    def _end(self, job: Job, *, answer: Answer | None = None, error: BaseException | None = None) -> bool:
+        """End a job, unless it has ended already."""
+        with self._door:
+            if job.done.is_set():
+                return False
+            job.answer, job.error = answer, error
+            job.done.set()
         job.tell(None)
+        return True
 
 
 def _rows_left(linked: Linked) -> int:

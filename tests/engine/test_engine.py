@@ -104,6 +104,7 @@ def test_cancelling_frees_the_seat_and_tells_the_caller(ll: Looseleaf, prompts: 
     assert ll.engine.cancel(waiting)
     assert not ll.engine.cancel(running)
     assert isinstance(running.error, CancelledError)
+    assert not ll.engine.step()
     assert ll.engine.idle
     assert all(len(slab.free) == slab.seats for slab in ll.linker.pool._slabs)
 

@@ -76,6 +76,7 @@ def test_a_part_that_vanishes_between_plan_and_fetch_is_computed_again(
     policy = PrefixCache() if part == "sequence" else FirstK(k=4)
     given = ll.reference.stock(prompt)
     ll.ask(prompt, policy=policy, max_tokens=1)
+    ll.step()
     expected = ll.reference.ours(given.prompt, policy)
     request = ll.request(prompt, policy=policy)
     plan = ll.engine.plan(request)
@@ -136,6 +137,7 @@ def test_a_conversation_goes_on_from_its_stored_prefix(ll: Looseleaf, prompt: li
 def test_a_prefix_that_differs_in_an_image_alone_is_not_reused(ll: Looseleaf, prompt: list[Any]) -> None:
     image, other = images(prompt)
     ll.ask([image, "What is it?"], max_tokens=1)
+    ll.step()
     same = ll.plan([image, "What is it?"]).prefix_tokens
     assert ll.plan([other, "What is it?"]).prefix_tokens < same
 
@@ -154,7 +156,7 @@ def test_a_chunk_behind_the_canonical_context_is_exact_where_it_stands(ll: Loose
 def test_every_record_names_its_frame(ll: Looseleaf, prompt: list[Any]) -> None:
     ll.ask(prompt, policy=FullReuse(), max_tokens=1)
     ll.ask(prompt, policy=PrefixCache(), max_tokens=1)
-    ll.plan(prompt)  # waits until what an answer leaves behind is stored
+    ll.step()  # an answer is out before its rows are stored; wait until they are
     frames = {type(held.record): held.record.frame for held in ll.store._held.values() if hasattr(held.record, "frame")}
     assert frames == {ChunkKV: Frame.UNROTATED, SequenceKV: Frame.PLACED}
 
