@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_bench(commands)
     demo = commands.add_parser("demo", help="show looseleaf at work, with a picture and a plot")
     demo.add_argument("--out", type=Path, default=Path("demo-output"), help="folder for the picture and the plot")
-    demo.add_argument("--seed", type=int, default=0)
+    demo.add_argument("--seed", type=int, default=0, help="of the pictures")
     demo.set_defaults(run=lambda options: _with_progress(lambda doing: run_demo(options.out, options.seed, doing)))
     doctor = commands.add_parser("doctor", help="check this machine and, with --model, a model")
     _add_model(doctor)
@@ -123,15 +123,15 @@ def _add_ask(commands: Any) -> None:
         "question to put them somewhere else.",
         epilog=f"policies: {', '.join(POLICIES)}; fields follow a colon, as in first-k:32 or full-reuse:relocate=false",
     )  # fmt: skip
-    ask.add_argument("question")
+    ask.add_argument("question", help="what to ask; {1}, {2} … stand for the files given")
     ask.add_argument("--image", action=_Attach, dest="attached", metavar="FILE", help="an image; repeat for more")
     ask.add_argument("--document", action=_Attach, dest="attached", metavar="FILE", help="a text file used as a chunk")
     ask.add_argument("--policy", help="what to reuse (default: prefix-cache, which is exact)")
-    ask.add_argument("--max-tokens", type=int, default=128)
-    ask.add_argument("--temperature", type=float, default=0.0)
-    ask.add_argument("--top-p", type=float, default=1.0)
-    ask.add_argument("--top-k", type=int, default=0)
-    ask.add_argument("--seed", type=int)
+    ask.add_argument("--max-tokens", type=int, default=128, help="longest answer (default: %(default)s)")
+    ask.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (default)")
+    ask.add_argument("--top-p", type=float, default=1.0, help="sample from the likeliest tokens of this mass")
+    ask.add_argument("--top-k", type=int, default=0, help="sample from this many of the likeliest tokens; 0: all")
+    ask.add_argument("--seed", type=int, help="sample the same answer each time")
     ask.add_argument("--stop", action="append", default=[], help="end the answer at this text; repeat for more")
     ask.add_argument("--plan", action="store_true", help="print what would be read and computed, and stop")
     ask.add_argument("--json", action="store_true", help="print one JSON object instead of text")
@@ -145,10 +145,10 @@ def _add_bench(commands: Any) -> None:
         "bench", help="measure: a table, then one line of JSON", description=f"Benches:\n{listed}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    bench.add_argument("name", choices=list(BENCHES))
+    bench.add_argument("name", choices=list(BENCHES), help="which question to answer")
     bench.add_argument("--model", help="a family (exact) or a model folder (ttft) instead of the bench's own")
-    bench.add_argument("--device", default="cpu")
-    bench.add_argument("--seed", type=int, default=0)
+    bench.add_argument("--device", default="cpu", help="cpu, cuda, … (default: %(default)s)")
+    bench.add_argument("--seed", type=int, default=0, help="of prompts, images and weights")
     bench.add_argument("--quick", action="store_true", help="within a minute or two on two cores, coarser")
     bench.add_argument("--plot", type=Path, help="save a plot here")
     bench.add_argument("--save", type=Path, help="also write the JSON line to this file")
@@ -181,7 +181,8 @@ def _ask(options: argparse.Namespace) -> None:
     with Doing(Console(stderr=True)) as doing, _open(options, doing) as ll:
         doing("preparing the prompt")
         if options.plan:
-            print(ll.plan(prompt, policy=options.policy, **sampling))
+            plan = ll.plan(prompt, policy=options.policy, **sampling)
+            print(json.dumps(dataclasses.asdict(plan), default=_plain) if options.json else plan)
             return
         reply = ll.submit(prompt, policy=options.policy, **sampling)
         for progress in reply.progress():
@@ -199,6 +200,11 @@ def _ask(options: argparse.Namespace) -> None:
             print(answer.usage, file=sys.stderr)
 
 
+def _plain(value: Any) -> Any:
+    """Ranges as [start, stop]."""
+    return [value.start, value.stop] if isinstance(value, range) else str(value)
+
+
 def _as_dict(answer: Answer) -> dict[str, Any]:
     usage: Usage = answer.usage
     return {
@@ -214,6 +220,9 @@ def _segments(question: str, attached: Sequence[tuple[str, str]]) -> list[Segmen
     if len(parts) == 1:
         return [*files, question]
     segments: list[Segment] = []
+    unnamed = [number for number in range(1, len(files) + 1) if str(number) not in parts[1::2]]
+    if unnamed:
+        raise PromptError(f"the question names some files but not {{{unnamed[0]}}}; name all of them or none")
     for at, part in enumerate(parts):
         if at % 2 == 0:
             segments += [part] if part.strip() else []

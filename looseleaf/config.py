@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from looseleaf.checks import check_whole
 from looseleaf.engine.scheduler import EngineConfig
 from looseleaf.errors import ConfigError
 from looseleaf.link.policies import Policy, PrefixCache
+from looseleaf.prompt.build import CANONICALS
 from looseleaf.prompt.media import MediaLimits
 
 
@@ -24,5 +26,8 @@ class Config:
     media: MediaLimits = field(default_factory=MediaLimits)
 
     def __post_init__(self) -> None:
-        if self.store_bytes < 0:
-            raise ConfigError(f"store_bytes must be >= 0, got {self.store_bytes}")
+        check_whole("store_bytes", self.store_bytes, low=0)
+        if self.canonical not in CANONICALS:
+            raise ConfigError(f"canonical must be {' or '.join(map(repr, CANONICALS))}, got {self.canonical!r}")
+        if not isinstance(self.policy, Policy):
+            raise ConfigError(f"policy must be a Policy (parse_policy makes one of a name), got {self.policy!r}")

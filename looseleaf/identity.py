@@ -50,5 +50,5 @@ def _feed(sha: hashlib._Hash, value: Field) -> None:
 
 
 def _feed_bytes(sha: hashlib._Hash, tag: bytes, data: bytes | bytearray | memoryview) -> None:
-    sha.update(tag + struct.pack("<Q", len(data)))
+    sha.update(tag + struct.pack("<Q", memoryview(data).nbytes))
     sha.update(data)

@@ -9,20 +9,20 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
-import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from looseleaf.checks import check_number, check_truth
 from looseleaf.config import Config
 from looseleaf.engine.engine import Engine, Job
 from looseleaf.engine.request import Answer, Progress, Request, Sampling
-from looseleaf.errors import ClosedError, ConfigError
+from looseleaf.errors import ClosedError, ConfigError, PolicyError
 from looseleaf.link.linker import Keep, Linker
 from looseleaf.link.plan import Plan
 from looseleaf.link.policies import Policy, parse_policy
@@ -36,20 +36,23 @@ from looseleaf.store.protocol import StoreStats
 
 DEFAULT_MODEL = "tiny:qwen2_5_vl"
 
+T = TypeVar("T")
+
 
 class Reply:
     """An answer on its way. Wait for it with `result()` or `await`, or take its text in pieces with `for`."""
 
     def __init__(self, system: Looseleaf):
         self._system = system
-        self._events: queue.SimpleQueue[Progress | None] = queue.SimpleQueue()
+        self._heard: list[Progress | None] = []
+        self._news = threading.Condition()
         self._listeners: list[Callable[[Progress | None], None]] = []
-        self._lock = threading.Lock()
         self._job: Job | None = None
 
-    def _heard(self, job: Job, progress: Progress | None) -> None:
-        with self._lock:
-            self._events.put(progress)
+    def _hear(self, job: Job, progress: Progress | None) -> None:
+        with self._news:
+            self._heard.append(progress)
+            self._news.notify_all()
             for listener in self._listeners:
                 listener(progress)
 
@@ -72,57 +75,81 @@ class Reply:
         """Stop it; False when it had ended already."""
         return self._system.engine.cancel(self.job)
 
-    def progress(self) -> Iterator[Progress]:
-        """Stages and text as they come; leaving the loop early cancels the request."""
-        try:
-            while (progress := self._events.get()) is not None:
-                yield progress
-            self.result()
-        finally:
-            self.cancel()
+    def progress(self) -> Follow[Progress]:
+        """Stages and text as they come; closing the iterator cancels the request."""
+        return Follow(self, lambda progress: progress)
 
-    def __iter__(self) -> Iterator[str]:
-        for progress in self.progress():
-            if progress.text:
-                yield progress.text
+    def __iter__(self) -> Follow[str]:
+        return Follow(self, lambda progress: progress.text or None)
 
     def __await__(self) -> Any:
         return self._wait().__await__()
 
     async def _wait(self) -> Answer:
-        done = asyncio.Event()
-        self._listen(lambda progress: done.set() if progress is None else None)
         try:
-            if not self.job.done.is_set():
-                await done.wait()
+            async for _ in self._follow():
+                pass
             return self.result()
         finally:
             self.cancel()
 
     async def __aiter__(self) -> AsyncIterator[str]:
-        arrived: asyncio.Queue[Progress | None] = asyncio.Queue()
-        self._listen(arrived.put_nowait, replay=True)
         try:
-            while (progress := await arrived.get()) is not None:
+            async for progress in self._follow():
                 if progress.text:
                     yield progress.text
             self.result()
         finally:
             self.cancel()
 
-    def _listen(self, listener: Callable[[Progress | None], None], *, replay: bool = False) -> None:
-        """Call `listener` in this event loop for everything that still comes (and, with `replay`, came)."""
+    async def _follow(self) -> AsyncIterator[Progress]:
+        """What was heard, then what is heard, in this event loop."""
         loop = asyncio.get_running_loop()
-        with self._lock:
-            while replay and not self._events.empty():
-                listener(self._events.get())
-            self._listeners.append(lambda progress: _call(loop, listener, progress))
+        arrived: asyncio.Queue[Progress | None] = asyncio.Queue()
+
+        def listener(progress: Progress | None) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is gone and nobody listens
+                loop.call_soon_threadsafe(arrived.put_nowait, progress)
+
+        with self._news:
+            for progress in self._heard:
+                arrived.put_nowait(progress)
+            self._listeners.append(listener)
+        while (heard := await arrived.get()) is not None:
+            yield heard
 
 
-def _call(loop: asyncio.AbstractEventLoop, listener: Callable[[Progress | None], None], heard: Progress | None) -> None:
-    """Hand something over to an event loop, unless that loop is gone and nobody listens."""
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(listener, heard)
+class Follow(Iterator[T]):
+    """Follows a reply from its beginning. Closed or dropped before the end, it cancels the request."""
+
+    def __init__(self, reply: Reply, pick: Callable[[Progress], T | None]):
+        self._reply = reply
+        self._pick = pick
+        self._seen = 0
+        self._over = False
+
+    def __next__(self) -> T:
+        while not self._over:
+            with self._reply._news:
+                while self._seen == len(self._reply._heard):
+                    self._reply._news.wait()
+                progress = self._reply._heard[self._seen]
+            self._seen += 1
+            if progress is None:
+                self._over = True
+                self._reply.result()  # raises what ended it
+            elif (picked := self._pick(progress)) is not None:
+                return picked
+        raise StopIteration
+
+    def close(self) -> None:
+        """Stop following, and the request with it unless it has ended."""
+        if not self._over:
+            self._over = True
+            self._reply.cancel()
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class Looseleaf:
@@ -172,7 +199,7 @@ class Looseleaf:
         """Answer a prompt. Options: `policy`, `no_store`, `ttl_s` and everything in Sampling."""
         return self.submit(prompt, **options).result()
 
-    def stream_ask(self, prompt: PromptLike, **options: Any) -> Iterator[str]:
+    def stream_ask(self, prompt: PromptLike, **options: Any) -> Follow[str]:
         """The answer's text in pieces, as it is made; closing the iterator cancels the request."""
         return iter(self.submit(prompt, **options))
 
@@ -180,7 +207,7 @@ class Looseleaf:
         """Put a prompt in line and go on: the Reply is awaitable and iterable."""
         reply = Reply(self)
         request = self.request(prompt, **options)
-        reply._job = self.engine.submit(request, watcher=reply._heard)
+        reply._job = self.engine.submit(request, watcher=reply._hear)
         self._drive()
         return reply
 
@@ -221,6 +248,11 @@ class Looseleaf:
         started = time.perf_counter()
         if isinstance(policy, str):
             policy = parse_policy(policy)
+        if policy is not None and not isinstance(policy, Policy):
+            raise PolicyError(f"policy must be a Policy or its name, got {policy!r}")
+        if ttl_s is not None:
+            check_number("ttl_s", ttl_s, low=0)
+        check_truth("no_store", no_store)
         known = set(Sampling.__dataclass_fields__)
         unknown = set(sampling) - known
         if unknown:

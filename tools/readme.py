@@ -18,7 +18,7 @@ README = ROOT / "README.md"
 RESULTS = ROOT / "bench" / "results"
 LAYERS = (
     "cli.py", "demo.py", "bench", "system.py", "config.py", "engine", "link", "store", "prompt", "model", "kv",
-    "identity.py", "errors.py", "version.py",
+    "checks.py", "identity.py", "errors.py", "version.py",
 )  # fmt: skip
 
 

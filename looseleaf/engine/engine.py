@@ -171,6 +171,7 @@ class Engine:
             waited = time.perf_counter() - job.submitted_at
             try:
                 job.tell(Progress(stage="link"))
+                generator = make_generator(job.request.sampling, self.linker.adapter.device)
                 plan = self.plan(job.request)
                 linked = self.linker.link(job.request.prompt, plan, capacity=job.capacity, keep=job.request.keep)
             except Exception as error:
@@ -181,7 +182,7 @@ class Engine:
             self._running[job.id] = _Sequence(
                 job=job, linked=linked,
                 words=Words(self.linker.adapter.tokenizer, job.request.sampling.stop),
-                generator=make_generator(job.request.sampling, self.linker.adapter.device),
+                generator=generator,
             )  # fmt: skip
 
     def _decode_lanes(self, decoding: Sequence[_Sequence]) -> list[Lane]:
@@ -226,7 +227,15 @@ class Engine:
     def _advance(self, sequences: Sequence[_Sequence], logits: torch.Tensor) -> None:
         """Choose a token for each sequence, tell its watchers, end what is finished."""
         samplings = [one.job.request.sampling for one in sequences]
-        tokens, notes = choose(logits, samplings, [one.generator for one in sequences])
+        try:
+            tokens, notes = choose(logits, samplings, [one.generator for one in sequences])
+        except Exception as error:
+            if len(sequences) == 1:
+                self._end(sequences[0].job, error=error)
+                return
+            for row, one in enumerate(sequences):  # whose draw fails ends alone
+                self._advance([one], logits[row : row + 1])
+            return
         now = time.perf_counter()
         for one, token, note in zip(sequences, tokens, notes, strict=True):
             if not one.answer:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from looseleaf.checks import check_number, check_truth, check_whole
 from looseleaf.errors import ConfigError
 from looseleaf.link.linker import Keep
 from looseleaf.link.plan import Plan
@@ -28,17 +30,18 @@ class Sampling:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        rules = (
-            ("max_tokens", self.max_tokens >= 1, ">= 1"),
-            ("temperature", self.temperature >= 0, ">= 0"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("top_k", self.top_k >= 0, ">= 0"),
-            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 100, "between 0 and 100"),
-        )
-        for name, holds, rule in rules:
-            if not holds:
-                raise ConfigError(f"{name} must be {rule}, got {getattr(self, name)}")
-        if isinstance(self.stop, str) or not all(self.stop):
+        check_whole("max_tokens", self.max_tokens, low=1)
+        check_number("temperature", self.temperature, low=0)
+        check_whole("top_k", self.top_k, low=0)
+        check_truth("ignore_eos", self.ignore_eos)
+        check_number("top_p", self.top_p, low=-math.inf)
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        if self.seed is not None:
+            check_whole("seed", self.seed, low=-(2**63), high=2**64 - 1)
+        if self.logprobs is not None:
+            check_whole("logprobs", self.logprobs, low=0, high=100)
+        if not isinstance(self.stop, tuple) or not all(isinstance(one, str) and one for one in self.stop):
             raise ConfigError(f"stop is a tuple of non-empty strings, got {self.stop!r}")
 
 

@@ -9,10 +9,13 @@ from torch import Tensor
 
 from looseleaf.engine.request import Sampling, TokenLogprob
 
+COLD = 1e-5
+"""Temperatures below this are greedy: dividing by them would overflow."""
+
 
 def make_generator(sampling: Sampling, device: torch.device) -> torch.Generator | None:
     """A request's own source of chance; with a seed its answer does not depend on what else is running."""
-    if sampling.temperature == 0:
+    if sampling.temperature < COLD:
         return None
     generator = torch.Generator(device=device)
     if sampling.seed is None:

@@ -1,7 +1,8 @@
 """Who runs in the next pass. Pure: sizes in, a schedule out.
 
 Decoding comes first, one row a sequence, so that running answers keep their pace. What is left of the row budget goes
-to prompts, oldest first, in pieces. New requests are admitted while their KV fits the byte budget.
+to prompts, oldest first, in pieces. New requests are admitted while their KV fits the byte budget and each sequence of
+the batch can have a row.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from looseleaf.errors import ConfigError
+from looseleaf.checks import check_whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,8 +26,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_rows", "max_running", "max_waiting", "kv_budget_bytes"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"engine.{name} must be >= 1, got {getattr(self, name)}")
+            check_whole(f"engine.{name}", getattr(self, name), low=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +50,7 @@ def admit(waiting_bytes: Sequence[int], running: int, used_bytes: int, config: E
     """How many of the waiting requests, oldest first, may join now. None overtakes an older one."""
     count = 0
     for size in waiting_bytes:
-        if running + count >= config.max_running or used_bytes + size > config.kv_budget_bytes:
+        if running + count >= min(config.max_running, config.max_rows) or used_bytes + size > config.kv_budget_bytes:
             break
         used_bytes += size
         count += 1
@@ -59,19 +59,20 @@ def admit(waiting_bytes: Sequence[int], running: int, used_bytes: int, config: E
 
 def schedule(running: Sequence[Running], config: EngineConfig) -> Schedule:
     """Decode first, then prompts in order of arrival within the row budget."""
-    decode = tuple(one.id for one in running if one.rows_left == 0)
+    room = config.max_rows - any(one.rows_left for one in running)  # a row is kept for prompts
+    decode = tuple(one.id for one in running if one.rows_left == 0)[:room]
     budget = config.max_rows - len(decode)
     prefill: list[tuple[int, int]] = []
     for one in running:
         if one.rows_left == 0:
             continue
-        if budget <= 0 and prefill:
+        if budget <= 0:
             break
         if not one.splittable and one.rows_left > budget:
             if not prefill:
                 prefill.append((one.id, one.rows_left))
             break
-        rows = min(one.rows_left, max(1, budget))
+        rows = min(one.rows_left, budget)
         prefill.append((one.id, rows))
         budget -= rows
     return Schedule(decode=decode, prefill=tuple(prefill))

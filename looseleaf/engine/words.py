@@ -11,15 +11,14 @@ class Words:
     A piece is held back while it ends inside a character or might be the beginning of a stop string.
     """
 
-    WINDOW = 6
-    """Tokens decoded again each time, so that spaces and joined characters come out right."""
-
     def __init__(self, tokenizer: Any, stop: tuple[str, ...] = ()):
         self._tokenizer = tokenizer
         self._stop = stop
         self._ids: list[int] = []
         self._settled = 0
+        """Tokens from here on are decoded again each time, so that spaces and joined characters come out right."""
         self._read = 0
+        """Tokens before this one are in the text. Both borders lie between characters."""
         self._shown = 0
         self.text = ""
         self.stopped = False
@@ -31,7 +30,7 @@ class Words:
         after = self._decode(self._ids[self._settled :])
         if len(after) > len(before) and not after.endswith("\ufffd"):
             self.text += after[len(before) :]
-            self._settled, self._read = max(self._settled, len(self._ids) - self.WINDOW), len(self._ids)
+            self._settled, self._read = self._read, len(self._ids)
         self._cut_at_stop()
         return self._show(len(self.text) if self.stopped else len(self.text) - self._held())
 

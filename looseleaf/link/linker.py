@@ -74,15 +74,19 @@ class Linker:
     def link(self, prompt: Prompt, plan: Plan, *, capacity: int, keep: Keep) -> Linked:
         """Fetch and compute everything the plan's pass will read; the pass itself is `Linked.take`."""
         linked = self._start(prompt, plan, capacity)
-        self._fetch_prefix(linked)
-        started = time.perf_counter()
-        self._fetch_features(linked, keep)
-        linked.stages.vision_s = time.perf_counter() - started
-        started = time.perf_counter()
-        self._fetch_chunks(linked, keep)
-        if plan.needs_oracle:
-            self._ask_oracle(linked)
-        linked.stages.chunks_s = time.perf_counter() - started
+        try:
+            self._fetch_prefix(linked)
+            started = time.perf_counter()
+            self._fetch_features(linked, keep)
+            linked.stages.vision_s = time.perf_counter() - started
+            started = time.perf_counter()
+            self._fetch_chunks(linked, keep)
+            if plan.needs_oracle:
+                self._ask_oracle(linked)
+            linked.stages.chunks_s = time.perf_counter() - started
+        except BaseException:
+            linked.release()
+            raise
         return linked
 
     @torch.inference_mode()

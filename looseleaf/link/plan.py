@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from looseleaf.link.policies import Policy, Select, policy_name
 from looseleaf.prompt.chunks import Canonical, Prompt, Span
@@ -115,6 +115,8 @@ class Plan:
         ]
         for piece in self.pieces:
             doing = piece.use if piece.use != "reuse" else ("reuse" if piece.stored else "compute alone, then reuse")
+            if piece.start < self.prefix_tokens < piece.stop:
+                doing = f"exact to {self.prefix_tokens}, then compute"
             if piece.recomputed:
                 doing += f", {piece.recomputed} tokens in context"
             lines.append(
@@ -150,7 +152,8 @@ def plan_link(prompt: Prompt, lookup: Lookup, policy: Policy, *, layers: int, ca
             pieces.append(_reuse(span, known[id(span)], policy, prompt, canonical, layers))
         else:
             pieces.append(Piece(start=span.start, stop=span.stop, what=what, use="compute"))
-    approximate = [piece.start for piece in pieces if not piece.exact]
+    exact_tokens = min((piece.start for piece in pieces if not piece.exact), default=len(prompt))
+    pieces = [replace(piece, exact=piece.stop <= exact_tokens) for piece in pieces]
     places = {id(span): place for place, span in enumerate(prompt.chunks)}
     return Plan(
         policy=policy_name(policy),
@@ -161,7 +164,7 @@ def plan_link(prompt: Prompt, lookup: Lookup, policy: Policy, *, layers: int, ca
         relocate=policy.relocate,
         keys_rank=policy.keys_rank,
         two_step=policy.two_step,
-        exact_tokens=min(approximate, default=len(prompt)),
+        exact_tokens=exact_tokens,
         missing=tuple(places[id(span)] for span in reused if policy.keys_rank is None and not known[id(span)].kv),
     )
 

@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from looseleaf.checks import check_number, check_truth, check_whole
 from looseleaf.errors import PolicyError
 
 
@@ -71,6 +72,10 @@ class FullReuse(Policy):
     two_step: bool = False
     """Compute the last token in a second pass, as systems do that cannot link in one (InfoBlend §2.2); for timing."""
 
+    def __post_init__(self) -> None:
+        check_truth("full-reuse: relocate", self.relocate, error=PolicyError)
+        check_truth("full-reuse: two_step", self.two_step, error=PolicyError)
+
 
 @dataclass(frozen=True, kw_only=True)
 class FirstK(Policy):
@@ -80,8 +85,8 @@ class FirstK(Policy):
     relocate: bool = True
 
     def __post_init__(self) -> None:
-        if self.k < 0:
-            raise PolicyError(f"first-k: k must be >= 0, got {self.k}")
+        check_whole("first-k: k", self.k, low=0, error=PolicyError)
+        check_truth("first-k: relocate", self.relocate, error=PolicyError)
 
     def stages(self, tokens: int, layers: int) -> tuple[Stage, ...]:
         """The first k, through all layers."""
@@ -95,7 +100,7 @@ class Deviation(Policy):
     ratio: float = 0.15
 
     def __post_init__(self) -> None:
-        _check_share("deviation", "ratio", self.ratio)
+        check_number("deviation: ratio", self.ratio, low=0, high=1, error=PolicyError)
 
     def stages(self, tokens: int, layers: int) -> tuple[Stage, ...]:
         """Everything through layers 0 and 1, then the selection."""
@@ -112,11 +117,11 @@ class LayerAdaptive(Policy):
     ratio: float = 0.1
 
     def __post_init__(self) -> None:
-        _check_share("layer-adaptive", "ratio", self.ratio)
+        check_number("layer-adaptive: ratio", self.ratio, low=0, high=1, error=PolicyError)
 
     def stages(self, tokens: int, layers: int) -> tuple[Stage, ...]:
         """A linear schedule, 2·ratio at the bottom (at most all) down to what keeps the average."""
-        top = min(1.0, 2 * self.ratio)
+        top = min(1.0, 2 * self.ratio) if layers > 1 else self.ratio
         bottom = 2 * self.ratio - top
         counts = [round(tokens * (top + (bottom - top) * (at / max(1, layers - 1)))) for at in range(layers)]
         return tuple(
@@ -134,7 +139,7 @@ class QueryAware(Policy):
     ratio: float = 0.15
 
     def __post_init__(self) -> None:
-        _check_share("query-aware", "ratio", self.ratio)
+        check_number("query-aware: ratio", self.ratio, low=0, high=1, error=PolicyError)
 
     def stages(self, tokens: int, layers: int) -> tuple[Stage, ...]:
         """The oracle's selection, through all layers."""
@@ -151,8 +156,7 @@ class LowRankKeys(Policy):
     rank: int = 32
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise PolicyError(f"low-rank-keys: rank must be >= 1, got {self.rank}")
+        check_whole("low-rank-keys: rank", self.rank, low=1, error=PolicyError)
 
     @property
     def keys_rank(self) -> int:  # type: ignore[override]
@@ -167,8 +171,7 @@ class DeepLayers(Policy):
     from_layer: int = 0
 
     def __post_init__(self) -> None:
-        if self.from_layer < 0:
-            raise PolicyError(f"deep-layers: from_layer must be >= 0, got {self.from_layer}")
+        check_whole("deep-layers: from_layer", self.from_layer, low=0, error=PolicyError)
 
     def stages(self, tokens: int, layers: int) -> tuple[Stage, ...]:
         """All tokens, from one layer on."""
@@ -179,13 +182,12 @@ class DeepLayers(Policy):
         return (Stage(layer=self.from_layer, rows=range(tokens), from_states=self.from_layer > 0),)
 
 
-def _check_share(policy: str, field: str, value: float) -> None:
-    if not 0 <= value <= 1:
-        raise PolicyError(f"{policy}: {field} must be between 0 and 1, got {value}")
+def _kebab(name: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "-", name).lower()
 
 
 POLICIES: dict[str, type[Policy]] = {
-    re.sub(r"(?<!^)(?=[A-Z])", "-", one.__name__).lower(): one
+    _kebab(one.__name__): one
     for one in (
         Reprefill, PrefixCache, FullReuse, FirstK, Deviation, LayerAdaptive, QueryAware, LowRankKeys, DeepLayers,
     )
@@ -195,7 +197,7 @@ POLICIES: dict[str, type[Policy]] = {
 
 def policy_name(policy: Policy) -> str:
     """The name a policy goes by outside Python, with its first field and what differs from the default."""
-    name = next(name for name, one in POLICIES.items() if isinstance(policy, one))
+    name = _kebab(type(policy).__name__)
     fields = dataclasses.fields(policy)  # type: ignore[arg-type]
     told = [
         f"{one.name}={getattr(policy, one.name)}".lower()
@@ -213,13 +215,15 @@ def parse_policy(text: str) -> Policy:
         raise PolicyError(f"unknown policy {name!r}; there are {', '.join(POLICIES)}")
     fields = {one.name: one for one in dataclasses.fields(kind)}  # type: ignore[arg-type]
     given: dict[str, Any] = {}
-    for at, part in enumerate(filter(None, rest.split(","))):
-        key, equals, value = part.partition("=")
+    for at, part in enumerate(filter(None, map(str.strip, rest.split(",")))):
+        key, equals, value = (word.strip() for word in part.partition("="))
         if not equals:
             key, value = (list(fields)[at] if at < len(fields) else part), part
         if key not in fields:
             known = ", ".join(fields) or "no fields"
             raise PolicyError(f"{name} has no field {key!r}; it has {known}")
+        if key in given:
+            raise PolicyError(f"{name}: {key} is given twice")
         given[key] = _parse_value(name, key, str(fields[key].type), value)
     return kind(**given)
 

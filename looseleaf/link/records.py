@@ -38,8 +38,9 @@ class Keys:
 
     def blocks(self, prompt: Prompt, answer: tuple[int, ...] = ()) -> Iterator[Key]:
         """Keys of the whole blocks of a prompt (and of an answer behind it), in order."""
-        running = digest("prefix", model=self._model, start_pos=prompt.spans[0].start_pos)
+        running = digest("prefix", model=self._model)
         ids = prompt.ids + answer
+        positions = prompt.positions_to(len(ids)).T.contiguous().numpy()
         for start in range(0, len(ids) - BLOCK + 1, BLOCK):
             stop = start + BLOCK
             held = [
@@ -47,7 +48,8 @@ class Keys:
                 for span in prompt.chunks
                 if span.chunk is not None and span.start < stop and span.stop > start
             ]
-            running = digest("block", before=running, ids=ids[start:stop], chunks=held)
+            placed = positions[start:stop].tobytes()  # an answer behind a clip stands further out than text would
+            running = digest("block", before=running, ids=ids[start:stop], positions=placed, chunks=held)
             yield Key(running, "sequence")
 
     def _record(self, chunk: Chunk) -> str:

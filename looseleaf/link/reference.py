@@ -54,9 +54,10 @@ class Reference:
             return Stock(prompt=built, inputs={"input_ids": torch.tensor([built.ids], device=self.adapter.device)})
         rendered = self.builder.render(messages)
         images = [read_picture(one, self.builder.limits).pixels for one in segments if isinstance(one, Image)]
+        grouped = [images] if self.adapter.family.fewer_among_others and images else images
         bos = self.adapter.tokenizer.bos_token
         out = self.adapter.processor(
-            text=[rendered], images=images or None, return_tensors="pt",
+            text=[rendered], images=(grouped or None), return_tensors="pt",
             add_special_tokens=not (bos and rendered.startswith(bos)),
         )  # fmt: skip
         if tuple(out["input_ids"][0].tolist()) != built.ids:

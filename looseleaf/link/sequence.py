@@ -51,7 +51,8 @@ class Linked:
         self._pool = pool
         self._seat: Seat | None = pool.take(capacity)
         self.table = SlotTable(self._seat.slab.rows(self._seat.number, capacity), self._seat)
-        self.table.taint_from(plan.exact_tokens)
+        if plan.approximate:
+            self.table.taint_from(plan.exact_tokens)
         self.positions = prompt.positions_to(capacity).to(adapter.device)
         self.features: dict[int, Features] = {}
         """By a chunk's place in the prompt: its visual rows, where some of its rows are computed."""

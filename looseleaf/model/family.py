@@ -15,6 +15,8 @@ class Family:
 
     wrap: tuple[str, str] = ("", "")
     """What the chat template writes around an image's placeholder; belongs to the image's chunk."""
+    fewer_among_others: bool = False
+    """Whether an image is given fewer tokens in a prompt with several (LLaVA-OneVision then leaves its tiles out)."""
     clips: bool = False
     """Whether a clip is one run of visual tokens (families that write timestamps take frames as images)."""
     known: bool = True
@@ -29,7 +31,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_vl": Family(wrap=_VISION),
     "qwen3_vl_moe": Family(wrap=_VISION),
     "llava_next": Family(),
-    "llava_onevision": Family(),
+    "llava_onevision": Family(fewer_among_others=True),
     "deepseek_vl": Family(),
     "kimi_k25": Family(wrap=("<|media_begin|>image<|media_content|>", "<|media_end|>")),
     "internvl": Family(),

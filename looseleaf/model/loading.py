@@ -61,7 +61,7 @@ def load_adapter(
         wanted["device_map"] = device_map
     model = _try(name, local, lambda: auto.from_pretrained(name, **wanted)).eval()
     if device_map is None:
-        model = model.to(device)
+        model = _to_device(model, device)
     processor = _try(name, local, lambda: load_processor(name, **hub))
     if not getattr(processor, "tokenizer", processor)("a")["input_ids"]:
         raise ModelLoadError(
@@ -72,12 +72,20 @@ def load_adapter(
     return Adapter(model, processor, decoder, family_of(config.model_type), name=Path(name).name, max_length=limit)
 
 
+def _to_device(model: Any, device: str | torch.device) -> Any:
+    try:
+        return model.to(device)
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+        first = str(error).splitlines()[0]
+        raise ConfigError(f"device {str(device)!r} cannot be used: {first}") from error
+
+
 def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    if isinstance(dtype, str):
-        if dtype not in DTYPES:
-            raise ConfigError(f"dtype is one of {', '.join(DTYPES)}, got {dtype!r}")
-        return DTYPES[dtype]
-    return dtype
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype is one of {', '.join(DTYPES)}, got {dtype!r}")
+    return DTYPES[dtype]
 
 
 def _limit(text: Any, max_length: int | None) -> int:

@@ -8,6 +8,7 @@ where they stand is remembered by content, so a known image is neither resized n
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from collections import OrderedDict
@@ -16,9 +17,11 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from PIL.Image import Image as PILImage
 from torch import Tensor
 
-from looseleaf.errors import ConfigError, LimitError, PromptError
+from looseleaf.checks import check_number, check_whole
+from looseleaf.errors import ConfigError, LimitError, MediaError, PromptError
 from looseleaf.identity import digest
 from looseleaf.model.adapter import Adapter
 from looseleaf.prompt.chunks import Canonical, Chunk, Prompt, assemble
@@ -26,6 +29,8 @@ from looseleaf.prompt.clips import clip_inputs
 from looseleaf.prompt.media import MediaLimits, Picture, read_picture
 from looseleaf.prompt.segments import Clip, Document, Image, Message, PromptLike, as_messages
 
+CANONICALS = ("preamble", "none")
+"""What chunks may be computed behind."""
 REMEMBERED = 4096
 """Chunk shapes (tokens and positions, no pixels) kept by content."""
 
@@ -37,8 +42,8 @@ class PromptBuilder:
     """Builds prompts for one model. Safe to use from several threads."""
 
     def __init__(self, adapter: Adapter, *, limits: MediaLimits | None = None, canonical: str = "preamble"):
-        if canonical not in ("preamble", "none"):
-            raise ConfigError(f"canonical must be 'preamble' or 'none', got {canonical!r}")
+        if canonical not in CANONICALS:
+            raise ConfigError(f"canonical must be {' or '.join(map(repr, CANONICALS))}, got {canonical!r}")
         self.adapter = adapter
         self.limits = limits or MediaLimits()
         self._canonical = canonical
@@ -47,14 +52,19 @@ class PromptBuilder:
 
     def build(self, prompt: PromptLike, *, start_pos: int = 0, max_tokens: int = 0) -> Prompt:
         """A prompt ready to be planned. Raises PromptError, MediaError or LimitError with what to do."""
+        check_whole("start_pos", start_pos, low=0)
         messages = as_messages(prompt)
-        chunks = [self._chunk(one) for message in messages for one in message.content if not isinstance(one, str)]
+        segments = [one for message in messages for one in message.content if not isinstance(one, str)]
+        several = self.adapter.family.fewer_among_others and sum(isinstance(one, Image) for one in segments) > 1
+        chunks = [self._chunk(one, several) for one in segments]
         pieces = self._splice(self.render(messages), chunks)
         built = assemble(pieces, axes=self.adapter.axes, start_pos=start_pos)
-        if len(built) + max_tokens > self.adapter.max_length:
+        if start_pos + len(built) + max_tokens > self.adapter.max_length:
+            where = f" from start_pos {start_pos:,} on" if start_pos else ""
             raise LimitError(
                 f"the prompt has {len(built):,} tokens and may be answered with {max_tokens:,}; {self.adapter.name} "
-                f"takes {self.adapter.max_length:,} in all. Shorten the prompt, use fewer images or lower max_tokens"
+                f"takes {self.adapter.max_length:,} in all{where}. Shorten the prompt, use fewer images or lower "
+                "max_tokens"
             )
         return built
 
@@ -63,9 +73,14 @@ class PromptBuilder:
         """The fixed preamble chunks are computed behind: the template up to where the first user's content starts."""
         if self._canonical == "none":
             return Canonical(ids=())
-        rendered = self.render((Message("user", (Document(""),)),))
-        head, mark, _ = rendered.partition(MARK.format(0))
-        if not mark:
+        if self.adapter.sees_images:  # templates may set off text from an image (SmolVLM writes no space there)
+            mark = self.adapter.family.wrap[0] + self.adapter.processor.image_token
+            rendered = self.render((Message("user", (Image(b""),)),))
+        else:
+            mark = MARK.format(0)
+            rendered = self.render((Message("user", (Document(""),)),))
+        head, found, _ = rendered.partition(mark)
+        if not found:
             raise PromptError("the chat template drops user content; pass canonical='none' to cache chunks without it")
         return Canonical(ids=tuple(self._tokenise(head, first=True)))
 
@@ -75,9 +90,10 @@ class PromptBuilder:
         turns = []
         for message in messages:
             parts: list[dict[str, str]] = []
+            for _, run in itertools.groupby(message.content, key=lambda one: isinstance(one, str)):
+                self._refuse_markers("".join(one for one in run if isinstance(one, str)), MARK[0])
             for segment in message.content:
                 if isinstance(segment, str):
-                    self._refuse_markers(segment)
                     parts.append({"type": "text", "text": segment})
                 elif isinstance(segment, Image):
                     parts.append({"type": "image"})
@@ -93,9 +109,9 @@ class PromptBuilder:
             turns, chat_template=template, add_generation_prompt=True, tokenize=False
         )
 
-    def _refuse_markers(self, text: str) -> None:
+    def _refuse_markers(self, text: str, *ours: str) -> None:
         markers = [getattr(self.adapter.processor, name, None) for name in ("image_token", "video_token")]
-        for marker in (*markers, MARK[0]):
+        for marker in (*markers, *ours):
             if marker and marker in text:
                 raise PromptError(f"the text contains {marker!r}, which stands for an image or document; leave it out")
 
@@ -122,7 +138,9 @@ class PromptBuilder:
                 text.append(ids[at])
                 at += 1
                 continue
-            chunk = next(waiting)
+            chunk = next(waiting, None)
+            if chunk is None:
+                raise PromptError("the text shows more images than the prompt has; leave image markers out of it")
             if before and tuple(text[-len(before) :]) == before and tuple(ids[at + 1 : at + 1 + len(after)]) == after:
                 del text[-len(before) :]
                 at += len(after)
@@ -137,19 +155,28 @@ class PromptBuilder:
         return tuple(before), tuple(after)
 
     def _tokenise(self, text: str, *, first: bool) -> list[int]:
-        """Ids of rendered text; what a tokenizer adds in front (BOS) goes in front of the prompt, once."""
+        """Ids of rendered text; what a tokenizer adds in front (BOS) goes in front of the prompt, once.
+
+        Text that goes on behind something is tokenised behind a special token, which is then taken away: tokenizers
+        that open a text with a space would put one into the middle of the prompt.
+        """
         tokenizer = self.adapter.tokenizer
+        if not first:
+            anchor = tokenizer.eos_token or ""
+            ids: list[int] = tokenizer(anchor + text, add_special_tokens=False)["input_ids"] if text else []
+            return ids[1:] if anchor else ids
         bos = tokenizer.bos_token
-        special = first and not (bos and text.startswith(bos))
-        ids: list[int] = tokenizer(text, add_special_tokens=special)["input_ids"] if text or special else []
+        special = not (bos and text.startswith(bos))
+        ids = tokenizer(text, add_special_tokens=special)["input_ids"]
         if special and ids and ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token):
             ids = ids[:-1]
         return ids
 
-    def _chunk(self, segment: Image | Document | Clip) -> Chunk:
+    def _chunk(self, segment: Image | Document | Clip, several: bool) -> Chunk:
         if isinstance(segment, Document):
             if not segment.text:
                 raise PromptError("a Document is empty")
+            self._refuse_markers(segment.text)
             ids = tuple(self._tokenise(segment.text, first=False))
             content = digest("document", ids=ids)
             return Chunk(kind="document", content=content, ids=ids, placement=self.adapter.place(torch.tensor(ids)))
@@ -160,13 +187,19 @@ class PromptBuilder:
         if isinstance(segment, Clip):
             return self._clip(segment)
         picture = read_picture(segment, self.limits)
-        content = digest("picture", pixels=picture.content, processor=self._settings)
-        return self._remembered(content, "image", lambda: self._process(picture))
+        content = digest("picture", pixels=picture.content, several=several, processor=self._settings)
+        return self._remembered(content, "image", lambda: self._process(picture, several))
 
     def _clip(self, clip: Clip) -> Chunk:
         if not self.adapter.family.clips:
             raise PromptError(f"{self.adapter.name} takes no clips; give the frames as images with their times as text")
-        frames = [read_picture(frame, self.limits) for frame in clip.frames]
+        check_number("a Clip's seconds_per_frame", clip.seconds_per_frame, low=0, high=86_400, error=PromptError)
+        if clip.seconds_per_frame == 0:
+            raise PromptError("a Clip's seconds_per_frame must be > 0, got 0")
+        if not isinstance(clip.frames, Sequence) or not clip.frames:
+            raise PromptError("a Clip has no frames: give it a list of Images")
+        shown = [Image(frame) if isinstance(frame, PILImage) else frame for frame in clip.frames]
+        frames = [read_picture(frame, self.limits) for frame in shown]
         seconds = float(clip.seconds_per_frame)
         content = digest("clip", frames=[frame.content for frame in frames], seconds=seconds, processor=self._settings)
         return self._remembered(content, "clip", lambda: clip_inputs(self.adapter, [f.pixels for f in frames], seconds))
@@ -197,16 +230,29 @@ class PromptBuilder:
                 self._shapes.popitem(last=False)
         return chunk
 
-    def _process(self, picture: Picture) -> tuple[tuple[int, ...], dict[str, Tensor]]:
-        """Run the family's processor on one image: its tokens with what stands around them, and the tower's inputs."""
+    def _process(self, picture: Picture, several: bool) -> tuple[tuple[int, ...], dict[str, Tensor]]:
+        """Run the family's processor on one image: its tokens with what stands around them, and the tower's inputs.
+
+        To see the form an image has among others, the processor is shown it twice, and half of what comes out is kept.
+        """
         processor = self.adapter.processor
         before, after = self.adapter.family.wrap
-        out = processor(
-            text=[f"{before}{processor.image_token}{after}"], images=[picture.pixels], return_tensors="pt",
-            add_special_tokens=False,
-        )  # fmt: skip
+        text = f"{before}{processor.image_token}{after}"
+        try:
+            out = processor(
+                text=[text * 2] if several else [text],
+                images=[[picture.pixels] * 2] if several else [picture.pixels],
+                return_tensors="pt",
+                add_special_tokens=False,
+            )
+        except Exception as error:  # each family has limits of its own, such as an aspect ratio
+            size = "x".join(map(str, picture.pixels.size))
+            raise MediaError(f"{self.adapter.name} cannot take an image of {size} pixels: {error}") from error
         ids = out.pop("input_ids")[0].tolist()
         inputs = {name: value for name, value in out.items() if name not in ("attention_mask", "mm_token_type_ids")}
+        if several:
+            ids = ids[: len(ids) // 2]
+            inputs = {name: one if name == "batch_num_images" else one[:1] for name, one in inputs.items()}
         return tuple(ids), inputs
 
     @cached_property

@@ -20,10 +20,6 @@ def clip_inputs(
     adapter: Adapter, frames: Sequence[PILImage], seconds_per_frame: float
 ) -> tuple[tuple[int, ...], dict[str, Tensor]]:
     """Tokens of a clip with its wrap, and what the vision tower takes. An odd last frame is shown twice."""
-    if not frames:
-        raise PromptError("a Clip has no frames")
-    if seconds_per_frame <= 0:
-        raise PromptError(f"a Clip's seconds_per_frame must be > 0, got {seconds_per_frame}")
     if len({frame.size for frame in frames}) > 1:
         raise PromptError(f"the frames of a Clip have one size, got {sorted({frame.size for frame in frames})}")
     processor = adapter.processor.image_processor

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from looseleaf.errors import ConfigError
+from looseleaf.checks import check_number, check_whole
 from looseleaf.kv.records import Record
 from looseleaf.store.protocol import Key, StoreStats
 
@@ -24,8 +24,7 @@ class MemoryStore:
     """Records by reference: put and get copy nothing, so a stored tensor must not be written to again."""
 
     def __init__(self, budget_bytes: int, *, clock: Callable[[], float] = time.monotonic):
-        if budget_bytes < 0:
-            raise ConfigError(f"store.budget_bytes must be >= 0, got {budget_bytes}")
+        check_whole("store.budget_bytes", budget_bytes, low=0)
         self.budget_bytes = budget_bytes
         self._clock = clock
         self._lock = threading.Lock()
@@ -46,12 +45,16 @@ class MemoryStore:
 
     def put(self, key: Key, record: Record, *, ttl_s: float | None = None) -> bool:
         """Keep a record, evicting the least recently used; False when it does not fit at all."""
+        if ttl_s is not None:
+            check_number("ttl_s", ttl_s, low=0)
         size_bytes = record.nbytes
         with self._lock:
             if size_bytes > self.budget_bytes:
                 self._refused += 1
                 return False
             self._drop(key)
+            if self._size_bytes + size_bytes > self.budget_bytes:
+                self._drop_expired()
             while self._size_bytes + size_bytes > self.budget_bytes:
                 self._drop(next(iter(self._held)))
                 self._evictions += 1
@@ -63,12 +66,13 @@ class MemoryStore:
     def contains(self, key: Key) -> bool:
         """Whether `get` would answer, without counting or touching anything."""
         with self._lock:
-            return self._live(key) is not None
+            held = self._held.get(key)
+            return held is not None and not self._is_over(held)
 
     def delete(self, key: Key) -> bool:
         """Forget a record; whether there was one."""
         with self._lock:
-            return self._drop(key)
+            return self._live(key) is not None and self._drop(key)
 
     def stats(self) -> StoreStats:
         """Counters and sizes."""
@@ -93,11 +97,19 @@ class MemoryStore:
 
     def _live(self, key: Key) -> _Held | None:
         held = self._held.get(key)
-        if held is not None and held.expires_at is not None and self._clock() >= held.expires_at:
+        if held is not None and self._is_over(held):
             self._drop(key)
             self._expired += 1
             return None
         return held
+
+    def _is_over(self, held: _Held) -> bool:
+        return held.expires_at is not None and self._clock() >= held.expires_at
+
+    def _drop_expired(self) -> None:
+        for key in [key for key, held in self._held.items() if self._is_over(held)]:
+            self._drop(key)
+            self._expired += 1
 
     def _drop(self, key: Key) -> bool:
         held = self._held.pop(key, None)

@@ -60,6 +60,7 @@ def test_requests_join_and_leave_a_running_batch(ll: Looseleaf, prompts: list[An
     assert len(first.answer.token_ids) == 12
     assert first.answer.token_ids == ll.ask(prompts[0], max_tokens=12, ignore_eos=True).token_ids
     assert second.answer.finish_reason == "length"
+    assert not ll.step()
     assert ll.engine.idle
 
 
