@@ -149,7 +149,8 @@ class Follow(Iterator[T]):
             self._reply.cancel()
 
     def __del__(self) -> None:
-        self.close()
+        if not self._over and self._reply._job is not None:
+            self._reply._job.abandoned = True  # no locks: the collector may run in a thread that holds them
 
 
 class Looseleaf:

@@ -41,6 +41,8 @@ class Job:
         self.submitted_at = time.perf_counter()
         self.answer: Answer | None = None
         self.error: BaseException | None = None
+        self.abandoned = False
+        """Set when nobody can ask for the answer any more; the next step cancels it."""
         self.done = threading.Event()
         self.watchers: list[Callable[[Job, Progress | None], None]] = []
 
@@ -157,7 +159,10 @@ class Engine:
             self._reap()
 
     def _reap(self) -> None:
-        """Free what ended requests hold."""
+        """Cancel what was abandoned, and free what ended requests hold."""
+        for job in [*self._waiting, *(one.job for one in self._running.values())]:
+            if job.abandoned:
+                self.cancel(job)
         for one in [one for one in self._running.values() if one.job.done.is_set()]:
             del self._running[one.job.id]
             one.linked.release()

@@ -276,7 +276,6 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     assert isinstance(caught[0], MediaError)
 
 
-@pytest.mark.xfail(strict=True, reason="an open file is read where it stands: at its end the second time")
 def test_an_open_file_may_be_read_more_than_once() -> None:
     file = io.BytesIO(encoded(picture()))
     assert read(file).content == read(file).content == read(picture()).content
