@@ -160,9 +160,10 @@ class Engine:
 
     def _reap(self) -> None:
         """Cancel what was abandoned, and free what ended requests hold."""
-        for job in [*self._waiting, *(one.job for one in self._running.values())]:
-            if job.abandoned:
-                self.cancel(job)
+        with self._door:
+            left = [job for job in self._waiting if job.abandoned]
+        for job in [*left, *(one.job for one in self._running.values() if one.job.abandoned)]:
+            self.cancel(job)
         for one in [one for one in self._running.values() if one.job.done.is_set()]:
             del self._running[one.job.id]
             one.linked.release()
@@ -232,21 +233,16 @@ class Engine:
     def _advance(self, sequences: Sequence[_Sequence], logits: torch.Tensor) -> None:
         """Choose a token for each sequence, tell its watchers, end what is finished."""
         samplings = [one.job.request.sampling for one in sequences]
-        try:
-            tokens, notes = choose(logits, samplings, [one.generator for one in sequences])
-        except Exception as error:
-            if len(sequences) == 1:
-                self._end(sequences[0].job, error=error)
-                return
-            for row, one in enumerate(sequences):  # whose draw fails ends alone
-                self._advance([one], logits[row : row + 1])
-            return
+        chosen = choose(logits, samplings, [one.generator for one in sequences])
         now = time.perf_counter()
-        for one, token, note in zip(sequences, tokens, notes, strict=True):
+        for one, choice in zip(sequences, chosen, strict=True):
+            if choice.error is not None:
+                self._end(one.job, error=choice.error)
+                continue
             if not one.answer:
                 one.first_token_at = now
                 one.linked.stages.ttft_s = now - one.job.submitted_at + one.job.request.prepare_s
-            self._guard(one, lambda one=one, token=token, note=note: self._take(one, token, note))  # type: ignore[misc]
+            self._guard(one, lambda one=one, choice=choice: self._take(one, choice.token, choice.note))  # type: ignore[misc]
 
     def _take(self, one: _Sequence, token: int, note: TokenLogprob | None) -> None:
         if one.job.done.is_set():  # cancelled meanwhile

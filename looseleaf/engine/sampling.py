@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,20 +26,31 @@ def make_generator(sampling: Sampling, device: torch.device) -> torch.Generator 
     return generator
 
 
-def choose(
-    logits: Tensor, samplings: Sequence[Sampling], generators: Sequence[torch.Generator | None]
-) -> tuple[list[int], list[TokenLogprob | None]]:
-    """The next token of every row [row, vocabulary], with log-probabilities where asked for."""
-    chosen = logits.argmax(dim=-1)
-    for row, (sampling, generator) in enumerate(zip(samplings, generators, strict=True)):
-        if generator is not None:
-            chosen[row] = _draw(logits[row].float(), sampling, generator)
-    tokens = chosen.tolist()
-    notes = [
-        None if sampling.logprobs is None else _note(logits[row], tokens[row], sampling.logprobs)
-        for row, sampling in enumerate(samplings)
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A row's next token, with log-probabilities where asked for; or why it has none."""
+
+    token: int
+    note: TokenLogprob | None = None
+    error: Exception | None = None
+
+
+def choose(logits: Tensor, samplings: Sequence[Sampling], generators: Sequence[torch.Generator | None]) -> list[Choice]:
+    """The next token of every row [row, vocabulary]. A row whose draw fails does not disturb the others."""
+    likeliest: list[int] = logits.argmax(dim=-1).tolist()
+    return [
+        _choose_row(logits[row], token, sampling, generator)
+        for row, (token, sampling, generator) in enumerate(zip(likeliest, samplings, generators, strict=True))
     ]
-    return tokens, notes
+
+
+def _choose_row(logits: Tensor, likeliest: int, sampling: Sampling, generator: torch.Generator | None) -> Choice:
+    try:
+        token = likeliest if generator is None else int(_draw(logits.float(), sampling, generator))
+        note = None if sampling.logprobs is None else _note(logits, token, sampling.logprobs)
+    except RuntimeError as error:
+        return Choice(likeliest, error=error)
+    return Choice(token, note)
 
 
 def _draw(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> Tensor:

@@ -162,9 +162,9 @@ class PromptBuilder:
         """
         tokenizer = self.adapter.tokenizer
         if not first:
-            anchor = tokenizer.eos_token or ""
-            ids: list[int] = tokenizer(anchor + text, add_special_tokens=False)["input_ids"] if text else []
-            return ids[1:] if anchor else ids
+            ids: list[int] = tokenizer((tokenizer.eos_token or "") + text, add_special_tokens=False)["input_ids"]
+            behind = bool(ids) and tokenizer.eos_token is not None and ids[0] == tokenizer.eos_token_id
+            return ids[1:] if behind else tokenizer(text, add_special_tokens=False)["input_ids"]
         bos = tokenizer.bos_token
         special = not (bos and text.startswith(bos))
         ids = tokenizer(text, add_special_tokens=special)["input_ids"]

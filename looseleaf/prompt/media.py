@@ -97,6 +97,8 @@ def _read_bytes(source: Any, name: str, limits: MediaLimits) -> bytes:
         data = source.read(limits.max_bytes + 1)
         if not isinstance(data, bytes):
             raise MediaError(f"{name}: the file must be opened for reading bytes")
+        if source.seekable():
+            source.seek(-len(data), os.SEEK_CUR)  # a prompt may be read twice, for a plan and for an answer
     else:
         raise MediaError(f"{name}: an Image takes a path, bytes, a data: URL, an open file or a PIL image")
     if len(data) > limits.max_bytes:

@@ -30,6 +30,8 @@ class MemoryStore:
         self._lock = threading.Lock()
         self._held: OrderedDict[Key, _Held] = OrderedDict()
         self._size_bytes = 0
+        self._expiring = 0
+        """Records that have a time to live: without any, nothing is searched for."""
         self._hits = self._misses = self._evictions = self._expired = self._refused = 0
 
     def get(self, key: Key) -> Record | None:
@@ -53,13 +55,14 @@ class MemoryStore:
                 self._refused += 1
                 return False
             self._drop(key)
-            if self._size_bytes + size_bytes > self.budget_bytes:
+            if self._expiring and self._size_bytes + size_bytes > self.budget_bytes:
                 self._drop_expired()
             while self._size_bytes + size_bytes > self.budget_bytes:
                 self._drop(next(iter(self._held)))
                 self._evictions += 1
             expires_at = None if ttl_s is None else self._clock() + ttl_s
             self._held[key] = _Held(record, size_bytes, expires_at)
+            self._expiring += expires_at is not None
             self._size_bytes += size_bytes
             return True
 
@@ -93,7 +96,7 @@ class MemoryStore:
         """Let go of everything."""
         with self._lock:
             self._held.clear()
-            self._size_bytes = 0
+            self._size_bytes = self._expiring = 0
 
     def _live(self, key: Key) -> _Held | None:
         held = self._held.get(key)
@@ -116,4 +119,5 @@ class MemoryStore:
         if held is None:
             return False
         self._size_bytes -= held.size_bytes
+        self._expiring -= held.expires_at is not None
         return True

@@ -23,7 +23,7 @@ HALVES = torch.tensor([0.125, 0.5, 0.125, 0.25]).log()
 
 def pick(logits: Tensor, **options: Any) -> int:
     sampling = Sampling(**options)
-    tokens, _ = choose(logits[None].clone(), [sampling], [make_generator(sampling, CPU)])
+    tokens = [one.token for one in choose(logits[None].clone(), [sampling], [make_generator(sampling, CPU)])]
     return tokens[0]
 
 
@@ -31,7 +31,7 @@ def picks(logits: Tensor, count: int, **options: Any) -> list[int]:
     """Many draws from one generator."""
     sampling = Sampling(**options)
     generator = make_generator(sampling, CPU)
-    return [choose(logits[None], [sampling], [generator])[0][0] for _ in range(count)]
+    return [choose(logits[None], [sampling], [generator])[0].token for _ in range(count)]
 
 
 def some_logits(rows: int = 1, size: int = 50) -> Tensor:
@@ -70,7 +70,8 @@ def test_a_row_does_not_notice_its_neighbours() -> None:
     logits = some_logits(rows=4)
     options = [{"temperature": 1.0, "seed": 1}, {}, {"temperature": 2.0, "top_k": 5, "seed": 2}, {"logprobs": 3}]
     samplings = [Sampling(**one) for one in options]
-    together, notes = choose(logits, samplings, [make_generator(one, CPU) for one in samplings])
+    choices = choose(logits, samplings, [make_generator(one, CPU) for one in samplings])
+    together, notes = [one.token for one in choices], [one.note for one in choices]
     alone = [pick(row, **one) for row, one in zip(logits, options, strict=True)]
     assert together == alone
     assert [note is not None for note in notes] == [False, False, False, True]
@@ -160,7 +161,8 @@ def test_notes_are_log_probabilities_of_the_model_itself() -> None:
     logits = some_logits(rows=2)
     expected = torch.log_softmax(logits, dim=-1)
     samplings = [Sampling(logprobs=4), Sampling(logprobs=3, temperature=5.0, top_k=40, seed=2)]
-    tokens, notes = choose(logits, samplings, [make_generator(one, CPU) for one in samplings])
+    choices = choose(logits, samplings, [make_generator(one, CPU) for one in samplings])
+    tokens, notes = [one.token for one in choices], [one.note for one in choices]
     for row, (token, note) in enumerate(zip(tokens, notes, strict=True)):
         assert note is not None
         assert note.token_id == token
@@ -174,7 +176,7 @@ def test_notes_are_log_probabilities_of_the_model_itself() -> None:
 
 
 def test_no_likeliest_may_be_asked_for() -> None:
-    _, notes = choose(some_logits(), [Sampling(logprobs=0)], [None])
+    notes = [one.note for one in choose(some_logits(), [Sampling(logprobs=0)], [None])]
     assert notes[0] is not None
     assert notes[0].top == ()
 
@@ -242,3 +244,12 @@ def test_a_request_whose_draw_fails_ends_alone(opened: Callable[..., Looseleaf],
         assert ll.engine.idle
     finally:
         ll.engine.close()
+
+
+def test_a_row_whose_draw_fails_does_not_disturb_the_others() -> None:
+    logits = torch.stack((torch.randn(20), torch.full((20,), float("nan")), torch.randn(20)))
+    sampling = Sampling(temperature=1.0, seed=3)
+    choices = choose(logits, [sampling] * 3, [make_generator(sampling, CPU) for _ in range(3)])
+    alone = [choose(logits[row : row + 1], [sampling], [make_generator(sampling, CPU)])[0] for row in (0, 2)]
+    assert [choices[0], choices[2]] == alone
+    assert isinstance(choices[1].error, RuntimeError)
