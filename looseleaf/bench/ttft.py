@@ -81,7 +81,7 @@ def time_model(
     for arm in arms.values():
         arm()
     taken: dict[str, list[float]] = {name: [] for name in arms}
-    rounds = 3 if options.quick else 21
+    rounds = 2 if options.quick else 21
     for number in range(rounds):
         tell(f"{dtype}: first tokens, round {number + 1} of {rounds}")
         for name, arm in arms.items():
@@ -181,7 +181,7 @@ def _copy(ll: Looseleaf, tokens: int) -> Callable[[], float]:
 
 def _decode(ll: Looseleaf, prompt: list[Segment], options: BenchOptions) -> dict[str, float]:
     """Seconds a token while decoding behind this prompt, ours and `generate`'s, alone and eight at once."""
-    tokens, rounds = (8, 2) if options.quick else (32, 9)
+    tokens, rounds = (6, 1) if options.quick else (32, 9)
     taken: dict[str, list[float]] = {}
     for _ in range(rounds):
         for count, name in ((1, "alone"), (8, "8")):
