@@ -201,7 +201,7 @@ class Engine:
         for row, one in enumerate(decoding):
             slot = len(one.linked.prompt) + len(one.answer) - 1
             entry = Entry(slots=[slot], hidden=hidden[row : row + 1])
-            lanes.append(Lane(table=one.linked.table, positions=one.linked.positions, entries={0: entry}))
+            lanes.append(Lane(table=one.linked.table, positions=one.linked.positions, entries={0: entry}, decodes=True))
         return lanes
 
     def _run(self, sequences: Sequence[_Sequence], lanes: list[Lane]) -> None:

@@ -41,6 +41,8 @@ class Share:
     stop: int
     slots: list[int]
     capture: Capture | None = None
+    decodes: bool = False
+    """One row at the end of what its sequence holds: slots behind it are nobody's yet."""
     visible: int = field(init=False)
     contiguous: bool = field(init=False)
     index: slice | Tensor = field(init=False)
@@ -54,11 +56,6 @@ class Share:
         self.index = slice(first, last + 1) if self.contiguous else torch.tensor(self.slots, device=device)
         if len(self.slots) > 1 and not self.whole:
             self.mask = self._additive_mask(device)
-
-    @property
-    def decodes(self) -> bool:
-        """Whether it is one row that sees everything its sequence holds."""
-        return len(self.slots) == 1 and self.capture is None
 
     @property
     def whole(self) -> bool:

@@ -171,7 +171,10 @@ class _Pack:
         self.hidden = (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
         self.shares, start, positions = [], 0, []
         for lane, slots in zip(self.lanes, self.slots, strict=True):
-            share = Share(table=lane.table, start=start, stop=start + len(slots), slots=slots, capture=lane.capture)
+            share = Share(
+                table=lane.table, start=start, stop=start + len(slots), slots=slots, capture=lane.capture,
+                decodes=lane.decodes,
+            )  # fmt: skip
             positions.append(lane.positions[:, share.index])
             self.shares.append(share)
             start = share.stop

@@ -45,5 +45,7 @@ class Lane:
     """Called in front of each layer: puts stored rows of that layer into the table."""
     deep: Deep | None = None
     capture: Capture | None = None
+    decodes: bool = False
+    """One row, behind everything the sequence holds: it may be computed together with its neighbours'."""
     states: dict[int, Tensor | None] = field(default_factory=dict)
     """Boundary states asked for (layer → None); the decoder replaces None by the states [row, width] entering it."""

@@ -65,7 +65,7 @@ def test_packed_attention_equals_plain_attention(lanes: list[tuple[int, str]], s
             "tail": list(range(tokens // 2, tokens)),
             "scattered": sorted({*torch.randint(0, tokens, (5,)).tolist(), tokens - 1}),
         }[kind]
-        shares.append(Share(table=table, start=start, stop=start + len(slots), slots=slots))
+        shares.append(Share(table=table, start=start, stop=start + len(slots), slots=slots, decodes=kind == "decode"))
         start += len(slots)
     packing = Packing(shares, LAYOUT)
     query = torch.randn(1, KV_HEADS * GROUPS, start, DIM)
@@ -86,7 +86,7 @@ def test_sequences_of_one_slab_decode_together_and_garbage_behind_the_short_ones
         table = table_in(pool, tokens)
         table.rows.keys[0][:, :tokens] = torch.randn(KV_HEADS, tokens, DIM)
         table.rows.values[0][:, :tokens] = torch.randn(KV_HEADS, tokens, DIM)
-        shares.append(Share(table=table, start=number, stop=number + 1, slots=[tokens - 1]))
+        shares.append(Share(table=table, start=number, stop=number + 1, slots=[tokens - 1], decodes=True))
     packing = Packing(shares, LAYOUT)
     assert len(packing.batches) == 1
     assert not packing.singles
@@ -94,6 +94,25 @@ def test_sequences_of_one_slab_decode_together_and_garbage_behind_the_short_ones
     packing.update(row, row, 0)
     out, _ = attend(Module(), torch.randn(1, KV_HEADS * GROUPS, 3, DIM), row, row, None, scaling=1.0, looseleaf=packing)
     assert out.isfinite().all()
+
+
+def test_a_single_row_in_the_middle_of_a_sequence_is_no_decoding_row() -> None:
+    """A policy may leave one row of a prompt: what is stored behind it must not be taken for free memory."""
+    pool = SlabPool(LAYOUT, torch.device("cpu"), idle_bytes=0)
+    tables = [table_in(pool, 20) for _ in range(2)]
+    for table in tables:
+        for plane in (table.rows.keys[0], table.rows.values[0]):
+            plane.normal_()
+    before = tables[0].rows.keys[0][:, 6:].clone()
+    shares = [
+        Share(table=tables[0], start=0, stop=1, slots=[5]),
+        Share(table=tables[1], start=1, stop=2, slots=[19], decodes=True),
+    ]
+    packing = Packing(shares, LAYOUT)
+    row = torch.randn(1, KV_HEADS, 2, DIM)
+    packing.update(row, row, 0)
+    assert not packing.batches
+    assert torch.equal(tables[0].rows.keys[0][:, 6:], before)
 
 
 @pytest.mark.parametrize(("lengths", "together"), [((50, 48), True), ((50, 1, 1, 1), False), ((50,), False)])
