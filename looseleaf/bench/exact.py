@@ -320,6 +320,7 @@ def plot(report: Report, path: Path) -> None:
     axes.axhline(TOLERANCE, color="black", linewidth=1, linestyle=":", label="allowed")
     axes.set_yscale("log")
     axes.set_xticks([at + 0.25 for at in range(len(names))], names, rotation=30, ha="right")
-    axes.legend(ncols=4, frameon=False)
+    axes.set_ylim(top=10 * TOLERANCE)
+    axes.legend(ncols=4, frameon=False, loc="upper center")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
