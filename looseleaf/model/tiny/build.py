@@ -1,4 +1,4 @@
-"""Writes one tiny family's folder: config, weights, tokenizer, processor files and chat template.
+"""Writes one family's folder: config, weights, tokenizer, processor files and chat template.
 
 In: a family's name, a folder, a seed. Out: a folder that plain `from_pretrained` loads, byte for byte the same for
 the same seed. Nothing is downloaded. What this file does not know: what the families look like (families.py) and
@@ -6,7 +6,7 @@ how weights are drawn (weights.py).
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,23 @@ def build_tiny(family: str, folder: Path, *, seed: int = 0, overrides: Mapping[s
         raise ConfigError(f"unknown family {family!r}: expected one of {', '.join(FAMILIES)}")
     recipe = FAMILY[family]
     tokenizer = build_tokenizer(recipe.vocabulary)
-    config = _make_config(recipe, recipe.config(tokenizer), overrides or {})
+    special_ids = sorted(tokenizer.added_tokens_decoder)
+    return write_folder(
+        recipe,
+        folder,
+        tokenizer=tokenizer,
+        draw=lambda model: draw_weights(model, seed=seed, special_ids=special_ids),
+        overrides=overrides or {},
+    )
+
+
+def write_folder(
+    recipe: Family, folder: Path, *, tokenizer: Any, draw: Callable[[Any], None], overrides: Mapping[str, Any]
+) -> Path:
+    """Write a model of `recipe` around `tokenizer`, its fp32 weights set by `draw`; `overrides` as in `build_tiny`."""
+    config = _make_config(recipe, recipe.config(tokenizer), overrides)
     model = _make_model(recipe, config)
-    draw_weights(model, seed=seed, special_ids=sorted(tokenizer.added_tokens_decoder))
+    draw(model)
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,

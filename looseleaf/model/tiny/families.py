@@ -35,7 +35,7 @@ class Family:
 
 _QWEN_MARKERS = ("<|im_start|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 _QWEN_VOCABULARY = Vocabulary(style="qwen2", eos="<|im_end|>", pad="<|endoftext|>", special=_QWEN_MARKERS)
-_QWEN_VISUALS = {
+QWEN_VISUALS = {
     "image": "<|vision_start|><|image_pad|><|vision_end|>",
     "video": "<|vision_start|><|video_pad|><|vision_end|>",
 }
@@ -50,7 +50,7 @@ def _qwen_vl(model_type: str, config: Callable[[Any], Config], processor: str, *
         model_type=model_type,
         config=config,
         vocabulary=_QWEN_VOCABULARY,
-        template=templates.chatml(system=system, **_QWEN_VISUALS),
+        template=templates.chatml(system=system, **QWEN_VISUALS),
         processor={"processor_class": processor},
         image_processor={**images, "merge_size": 2, "size": _QWEN_PIXELS},
         video_processor={"video_processor_type": video, "patch_size": patch, "merge_size": 2, "size": _QWEN_PIXELS},

@@ -1,12 +1,12 @@
 """Trains a small vocabulary on the spot and wraps it in a family's own tokenizer class.
 
-In: which style of tokenizer a family uses and its special tokens. Out: a transformers tokenizer with about five
-hundred ordinary tokens followed by the special ones, the same on every run. What it does not know: models,
-images, chat templates.
+In: which style of tokenizer a family uses, its special tokens and, for other than the tiny models, a corpus and a size.
+Out: a transformers tokenizer with the ordinary tokens (about five hundred for the tiny models) followed by the special
+ones, the same on every run. What it does not know: models, images, chat templates.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -68,8 +68,11 @@ class Vocabulary:
     """Special tokens the processor reads as attributes of the tokenizer, such as `image_token`."""
 
 
-def build_tokenizer(vocabulary: Vocabulary) -> Any:
-    """The family's tokenizer class over a vocabulary trained on CORPUS; a special token is always one id."""
+def build_tokenizer(vocabulary: Vocabulary, *, corpus: Sequence[str] = CORPUS, size: int = VOCABULARY_SIZE) -> Any:
+    """The family's tokenizer class over `size` ordinary tokens, bytes included, learned from `corpus`.
+
+    A special token is always one id, behind the ordinary ones. A small corpus may hold fewer merges than asked for.
+    """
     arguments: dict[str, Any] = {
         "bos_token": vocabulary.bos,
         "eos_token": vocabulary.eos,
@@ -81,35 +84,35 @@ def build_tokenizer(vocabulary: Vocabulary) -> Any:
     if vocabulary.adds_bos:
         arguments["add_bos_token"] = True
     if vocabulary.style == "qwen2":
-        vocab, merges = _train_bytes(Qwen2Tokenizer().backend_tokenizer.pre_tokenizer)
+        vocab, merges = _train_bytes(Qwen2Tokenizer().backend_tokenizer.pre_tokenizer, corpus, size)
         return Qwen2Tokenizer(vocab=vocab, merges=merges, **arguments)
     if vocabulary.style == "gpt2":
-        vocab, merges = _train_bytes(pre_tokenizers.ByteLevel(add_prefix_space=False))
+        vocab, merges = _train_bytes(pre_tokenizers.ByteLevel(add_prefix_space=False), corpus, size)
         return GPT2Tokenizer(vocab=vocab, merges=merges, unk_token=vocabulary.eos, **arguments)
     if vocabulary.style == "llama":
-        vocab, merges = _train_spaces()
+        vocab, merges = _train_spaces(corpus, size)
         return LlamaTokenizer(vocab=vocab, merges=merges, **arguments)
-    return PreTrainedTokenizerFast(tokenizer_object=_gpt4_backend(), **arguments)
+    return PreTrainedTokenizerFast(tokenizer_object=_gpt4_backend(corpus, size), **arguments)
 
 
-def _train_bytes(pre_tokenizer: Any) -> tuple[dict[str, int], _Merges]:
+def _train_bytes(pre_tokenizer: Any, corpus: Sequence[str], size: int) -> tuple[dict[str, int], _Merges]:
     """Byte-level BPE: every byte is a token, the rest are merges inside the words `pre_tokenizer` cuts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizer
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=VOCABULARY_SIZE, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(CORPUS, trainer)
+    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(corpus, trainer)
     return _contents(tokenizer)
 
 
-def _train_spaces() -> tuple[dict[str, int], _Merges]:
+def _train_spaces(corpus: Sequence[str], size: int) -> tuple[dict[str, int], _Merges]:
     """BPE over words that start with a visible space, with one token per byte for what the corpus lacks."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="first", split=True)
     reserved = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    size = len(reserved) + VOCABULARY_SIZE // 2
-    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=reserved, show_progress=False)
-    tokenizer.train_from_iterator(CORPUS, trainer)
+    total = len(reserved) + size - 256
+    trainer = trainers.BpeTrainer(vocab_size=total, special_tokens=reserved, show_progress=False)
+    tokenizer.train_from_iterator(corpus, trainer)
     return _contents(tokenizer)
 
 
@@ -118,10 +121,10 @@ def _contents(tokenizer: Tokenizer) -> tuple[dict[str, int], _Merges]:
     return model["vocab"], [(left, right) for left, right in model["merges"]]
 
 
-def _gpt4_backend() -> Tokenizer:
+def _gpt4_backend(corpus: Sequence[str], size: int) -> Tokenizer:
     words = pre_tokenizers.Split(Regex(_GPT4_SPLIT), behavior="isolated")
     cut = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    vocab, merges = _train_bytes(cut)
+    vocab, merges = _train_bytes(cut, corpus, size)
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.pre_tokenizer = cut
     tokenizer.decoder = decoders.ByteLevel()

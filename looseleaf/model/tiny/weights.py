@@ -45,13 +45,13 @@ def draw_weights(model: Any, *, seed: int, special_ids: Sequence[int]) -> None:
         parameter.copy_(_draw(name, parameter, seed))
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
-            buffer.copy_(VECTOR_DEVIATION * _normal(name, buffer, seed))
+            buffer.copy_(VECTOR_DEVIATION * normal(name, buffer, seed))
     model.get_output_embeddings().weight[list(special_ids)] *= SPECIAL_SHRINK
 
 
 def _draw(name: str, parameter: Tensor, seed: int) -> Tensor:
     """A new value for one parameter, of its shape: vectors, embeddings and projections each at their own scale."""
-    noise = _normal(name, parameter, seed)
+    noise = normal(name, parameter, seed)
     owner, _, leaf = name.rpartition(".")
     if parameter.dim() == 1 and leaf == "weight":
         centre = QUERY_KEY_GAIN if owner.endswith(("q_norm", "k_norm")) else 1.0
@@ -76,7 +76,8 @@ def _gain(name: str) -> float:
     return QUERY_KEY_GAIN if path.endswith(("q_proj", "k_proj", "qkv")) else PROJECTION_GAIN
 
 
-def _normal(name: str, like: Tensor, seed: int) -> Tensor:
+def normal(name: str, like: Tensor, seed: int) -> Tensor:
+    """Normal fp32 noise of `like`'s shape, decided by the name and the seed alone."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
     return torch.randn(like.shape, generator=generator, dtype=torch.float32)

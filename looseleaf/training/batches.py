@@ -1,0 +1,275 @@
+"""Batches: drafts of one kind padded to one length, made by worker processes while the GPU trains.
+
+In every batch the openings, the words between pictures, their number, order and positions, fonts and wordings are
+random (DESIGN §10, what the first attempt got wrong). Half of the prompts hide pictures that others were read behind
+from the questions; in a quarter pictures do not see each other and only single-hop questions are asked, so that those
+do not come to lean on what reuse takes away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from looseleaf.training.prompts import (
+    BETWEEN, FILLERS, HARMLESS, IGNORED, OPENERS, Draft, Sight, Writer, other_question, pick_question,
+)  # fmt: skip
+from looseleaf.workloads.albums import Album, mixed_album
+from looseleaf.workloads.bounds import Bounds
+from looseleaf.workloads.clips import Clip
+from looseleaf.workloads.documents import Documents
+from looseleaf.workloads.lookups import look_up
+from looseleaf.workloads.questions import Size, Split, trained
+from looseleaf.workloads.streams import Stream
+
+KINDS = (
+    "other", "colour", "shape", "legend", "code", "no_code", "list_colours", "list_shapes", "list_codes", "list_legend",
+    "changed_cell", "changed_to", "list_changes", "id_of", "value_of_id", "value_of", "no_name", "list_ids",
+    "list_values", "list_matches", "frame_colour", "frame_shape", "list_frame", "happened", "when", "story",
+    "first_event", "sign", "sign_chain", "list_signs", "search", "found",
+)  # fmt: skip
+SEGMENTS = 160
+"""Room in the table of who sees whom."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Diet:
+    """What one model is fed: shares of the kinds of batch, and how much at once."""
+
+    bounds: Bounds
+    length: int
+    """Tokens of a prompt, questions included."""
+    batch: int
+    pictures: float = 0.75
+    clips: float = 0.25
+    streams: float = 0.0
+    lookups: float = 0.0
+
+
+def make_draft(kind: str, writer: Writer, diet: Diet, split: Split, size: Size, chance: Random) -> Draft:
+    """One prompt of a kind of batch with as many questions as fit."""
+    bounds = diet.bounds
+    if kind == "lookups":
+        return _lookup_draft(writer, diet, split, size, chance)
+    if kind == "pictures":
+        album = mixed_album(chance, split, size, chance.choice(diet.counts))
+    elif kind == "clips":
+        album = Album(chance, [Clip(chance, split, diet.frame_side, frames=chance.randint(2, diet.most_frames))])
+    else:
+        frames = chance.randint(6, diet.most_stream_frames)
+        album = Album(
+            chance, [Stream(chance, split, diet.frame_side, frames=frames, needles=chance.randint(2, frames // 3))]
+        )
+    sight = _sight(kind, album, chance)
+    gaps, jumps = _gaps(len(album.entries), chance, short=kind == "streams")
+    opening = writer.openings[0] if chance.random() < 0.6 else chance.choice(writer.openings)
+    draft, seen = writer.lay_out(album.entries, sight, gaps, opening=opening, jumps=jumps)
+    draft.at += chance.randrange(60) if chance.random() < 0.2 else 0
+    _fill(draft, seen, writer, album, split, sight, diet.length, chance)
+    return draft
+
+
+def _sight(kind: str, album: Album, chance: Random) -> Sight:
+    what = chance.random()
+    if what < 0.25:
+        return Sight(blind=True)
+    window = chance.randint(1, 8) if kind == "streams" and chance.random() < 0.6 else None
+    if what < 0.75:
+        return Sight(evicted=frozenset(at for at in album.absorbed() if chance.random() < 0.6), window=window)
+    return Sight(window=window)
+
+
+def _gaps(count: int, chance: Random, *, short: bool = False) -> tuple[list[str], list[int]]:
+    gaps = [chance.choice(OPENERS), *(chance.choice(FILLERS[:7] if short else FILLERS) for _ in range(count - 1))]
+    if short and chance.random() < 0.6:
+        gaps = [gaps[0]] + [""] * (count - 1)
+    wide = chance.random() < 0.5
+    jumps = [chance.randrange(300) if wide and chance.random() < 0.4 else 0 for _ in range(count)]
+    return gaps, jumps
+
+
+def _turn(album: Album, split: Split, sight: Sight, chance: Random) -> tuple[str, str, int] | None:
+    if chance.random() < 0.025:
+        return other_question(chance), HARMLESS, 0
+    question = pick_question(album, chance, split, sight)
+    return None if question is None else (question.text, question.answer, KINDS.index(question.kind))
+
+
+def _fill(
+    draft: Draft, seen: set[int], writer: Writer, album: Album, split: Split, sight: Sight, length: int, chance: Random,
+    *, lead: tuple[list[int], list[tuple[int, int, int]]] | None = None,
+) -> None:  # fmt: skip
+    """Branches until the prompt is full; `lead` stands at the head of each."""
+    misses = 0
+    while misses < 40 and len(draft.sees) < SEGMENTS:
+        turns = [
+            turn for _ in range(2 if chance.random() < 0.15 else 1) if (turn := _turn(album, split, sight, chance))
+        ]
+        if not turns:
+            misses += 1
+            continue
+        first = turns[0]
+        turns[0] = (draft.tail + chance.choice(BETWEEN) + first[0], *first[1:]) if lead is None else first
+        ids, spans = writer.branch(turns)
+        if lead is not None:
+            head = lead[0] + writer.next_turn
+            ids, spans = head + ids, [*lead[1], *((a + len(head), b + len(head), k) for a, b, k in spans)]
+        if len(draft.ids) + len(ids) > length:
+            misses += 8
+            continue
+        writer.ask(draft, seen, ids, spans)
+
+
+def _lookup_draft(writer: Writer, diet: Diet, split: Split, size: Size, chance: Random) -> Draft:
+    """With the search tool on offer: calls for what is not there, answers for what is, answers once it was found."""
+    library = Documents(chance, split, size)
+    counts = diet.bounds.counts
+    count = chance.choice([count for count in counts if count <= max(counts) - 2])
+    album = mixed_album(chance, split, size, count)
+    known = {name for world in album.worlds if isinstance(world, Documents) for name in world.id_of}
+    question, call = look_up(library, chance, split)
+    for _ in range(20):
+        if not known.intersection(question.text.replace("?", " ").replace(".", " ").split()):
+            break
+        question, call = look_up(library, chance, split)
+    gaps, jumps = _gaps(len(album.entries), chance)
+    sight = Sight()
+    draft, seen = writer.lay_out(album.entries, sight, gaps, opening=writer.tool_opening, jumps=jumps)
+    between = draft.tail + chance.choice(BETWEEN)
+    asked, spans = writer.branch([(between + question.text, call, KINDS.index("search"))])
+    if chance.random() < 0.5:
+        writer.ask(draft, seen, asked, spans)
+        for _ in range(12):
+            more, its_call = look_up(library, chance, split)
+            if known.intersection(more.text.replace("?", " ").replace(".", " ").split()):
+                continue
+            ids, spans = writer.branch([(draft.tail + chance.choice(BETWEEN) + more.text, its_call, KINDS.index("search"))])
+            if len(draft.ids) + len(ids) <= diet.length // 2 + len(draft.ids) // 4:
+                writer.ask(draft, seen, ids, spans)
+        _fill(draft, seen, writer, album, split, sight, diet.length, chance)
+        return draft
+    flow = draft.segment(set(seen))
+    draft.text(asked + writer.tool_turn, flow)
+    seen = seen | {flow}
+    for page in library.pictures:
+        place = draft.segment(set(seen))
+        writer.add(draft, page, place)
+        seen.add(place)
+    found = writer.words.ids(question.answer) + writer.end
+    lead = (
+        writer.tool_reply + found,
+        [(len(writer.tool_reply), len(writer.tool_reply) + len(found), KINDS.index("found"))],
+    )
+    _fill(draft, seen, writer, Album(chance, [library]), split, sight, diet.length, chance, lead=lead)
+    return draft
+
+
+@dataclass(slots=True)
+class Batch:
+    """Drafts of one kind as tensors."""
+
+    kind: str
+    ids: Tensor
+    """[b, t]"""
+    segments: Tensor
+    """[b, t]"""
+    positions: Tensor
+    """[axes, b, t]"""
+    targets: Tensor
+    """[b, t]: the next token where it is an answer's, else IGNORED."""
+    kinds: Tensor
+    """[b, t]: what was asked, where there is a target."""
+    sees: Tensor
+    """[b, segment, segment], bool"""
+    marks: Tensor
+    """[mark, 8]: the picture's number, then as in Picture."""
+    grounds: Tensor
+    """[picture, 3]"""
+    size: Size
+
+    def to(self, device: str) -> Batch:
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> Batch:
+        """What the loader calls before handing the batch over."""
+        return self._each(Tensor.pin_memory)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        return Batch(**{name: change(value) if isinstance(value, Tensor) else value for name, value in values.items()})
+
+
+def collate(kind: str, drafts: Sequence[Draft], length: int, axes: int) -> Batch:
+    """Pad to `length`; padding is a segment of its own that sees itself."""
+    count = len(drafts)
+    ids, segments = np.zeros((count, length), np.int64), np.zeros((count, length), np.int64)
+    targets, kinds = np.full((count, length), IGNORED, np.int64), np.full((count, length), -1, np.int64)
+    positions = np.zeros((axes, count, length), np.int64)
+    sees = np.zeros((count, SEGMENTS + 1, SEGMENTS + 1), bool)
+    marks, grounds = [], []
+    for row, draft in enumerate(drafts):
+        used = len(draft.ids)
+        ids[row, :used], segments[row, :used] = draft.ids, draft.segments
+        targets[row, :used], kinds[row, :used] = draft.targets, draft.kinds
+        positions[:, row, :used] = np.concatenate(draft.positions, axis=1)
+        segments[row, used:] = SEGMENTS
+        sees[row, SEGMENTS, SEGMENTS] = True
+        for segment, seen in enumerate(draft.sees):
+            sees[row, segment, list(seen)] = True
+        for picture in draft.pictures:
+            numbered = np.full((len(picture.marks), 8), len(grounds), np.int32)
+            numbered[:, 1:] = picture.marks
+            marks.append(numbered)
+            grounds.append(picture.ground)
+    first = next((draft.pictures[0] for draft in drafts if draft.pictures), None)
+    return Batch(
+        kind=kind,
+        ids=torch.from_numpy(ids),
+        segments=torch.from_numpy(segments),
+        positions=torch.from_numpy(positions),
+        targets=torch.from_numpy(targets),
+        kinds=torch.from_numpy(kinds),
+        sees=torch.from_numpy(sees),
+        marks=torch.from_numpy(np.concatenate(marks) if marks else np.zeros((0, 8), np.int32)),
+        grounds=torch.tensor(np.array(grounds, dtype=np.float32).reshape(-1, 3)),
+        size=(0, 0) if first is None else (first.height, first.width),
+    )
+
+
+class Batches(IterableDataset[Batch]):
+    """Endless batches; each worker draws from seeds of its own."""
+
+    def __init__(self, writer: Writer, diet: Diet, seed: int) -> None:
+        self._writer, self._diet, self._seed = writer, diet, seed
+
+    def __iter__(self) -> Iterator[Batch]:
+        worker = torch.utils.data.get_worker_info()
+        number, step = (worker.id if worker else 0), 0
+        torch.set_num_threads(1)
+        split = trained()
+        diet, bounds = self._diet, self._diet.bounds
+        shares = {"pictures": diet.pictures, "clips": diet.clips, "streams": diet.streams, "lookups": diet.lookups}
+        while True:
+            chance = split.chance(self._seed, number, step)
+            kind = chance.choices(list(shares), list(shares.values()))[0]
+            size = bounds.sizes[0] if chance.random() < 0.6 else chance.choice(bounds.sizes)
+            drafts = [make_draft(kind, self._writer, diet, split, size, chance) for _ in range(diet.batch)]
+            yield collate(kind, drafts, diet.length, self._writer.form.axes)
+            step += 1
+
+
+def load_batches(writer: Writer, diet: Diet, *, seed: int, workers: int) -> Any:
+    """An iterator over batches made by `workers` processes."""
+    return iter(
+        DataLoader(
+            Batches(writer, diet, seed), batch_size=None, num_workers=workers,
+            prefetch_factor=4 if workers else None, pin_memory=torch.cuda.is_available(),
+        )
+    )  # fmt: skip

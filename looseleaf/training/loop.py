@@ -1,0 +1,180 @@
+"""Trains one embedded model and says how well it answers. One GPU, nine minutes at most.
+
+    python -m looseleaf.training --family qwen2_5_vl --seed 1 --minutes 8 --out models/
+
+Writes a folder that plain `from_pretrained` loads, a log of the run and its curve. The learning rate follows the clock,
+so that a slower machine trains less, not longer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.functional import cross_entropy
+
+from looseleaf.training.batches import KINDS, SEGMENTS, Batch, Diet, load_batches
+from looseleaf.training.corpus import corpus
+from looseleaf.training.families import Trainee
+from looseleaf.training.optimiser import Optimiser
+from looseleaf.training.painter import Painter
+from looseleaf.training.prompts import IGNORED, Writer, read_format
+from looseleaf.training.recipes import build_folder
+from looseleaf.workloads.bounds import TRAINED
+
+DIETS: dict[str, Diet] = {
+    "qwen2_5_vl": Diet(
+        bounds=TRAINED["qwen2_5_vl"], length=1024, batch=128, pictures=0.56, clips=0.2, streams=0.16, lookups=0.08
+    ),
+    "qwen3_vl": Diet(bounds=TRAINED["qwen3_vl"], length=1536, batch=80),
+    "kimi_k25": Diet(bounds=TRAINED["kimi_k25"], length=1024, batch=128),
+    "deepseek_vl": Diet(bounds=TRAINED["deepseek_vl"], length=1536, batch=80),
+}
+WARM_STEPS = 100
+NOISE = 0.02
+"""Deviation of what is added to every pixel in training."""
+
+
+class Pass:
+    """One forward over a batch: paint, look, read, predict."""
+
+    def __init__(self, trainee: Trainee, diet: Diet, device: str, *, flex: bool) -> None:
+        self.trainee, self.device, self.flex = trainee, device, flex
+        self.painter = Painter(device)
+        # flex_attention is compiled around these: what they hold changes, they do not
+        segments = torch.zeros(diet.batch, diet.length, dtype=torch.int32, device=device)
+        sees = torch.zeros(diet.batch, SEGMENTS + 1, SEGMENTS + 1, dtype=torch.bool, device=device)
+
+        def seen_at(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (query >= key) & sees[b, segments[b, query], segments[b, key]]
+
+        self._segments, self._sees, self._seen_at = segments, sees, seen_at
+
+    def mask(self, batch: Batch) -> Tensor | BlockMask:
+        """Who sees whom, token by token: what stands before it in a segment it sees."""
+        rows, length = batch.ids.shape
+        if not self.flex:
+            place = torch.arange(length, device=self.device)
+            number = torch.arange(rows, device=self.device)[:, None, None]
+            seen = batch.sees[number, batch.segments[:, :, None], batch.segments[:, None, :]]
+            return (seen & (place[:, None] >= place))[:, None]
+        self._segments.copy_(batch.segments)
+        self._sees.copy_(batch.sees)
+        return create_block_mask(self._seen_at, rows, None, length, length, device=self.device, _compile=True)
+
+    def __call__(self, batch: Batch, *, noise: float = 0.0) -> tuple[Tensor, Tensor]:
+        """Logits [target, vocabulary] where the batch has targets, and the targets [target]."""
+        trainee = self.trainee
+        slots = batch.ids == trainee.pad_id
+        embeds = trainee.embed(batch.ids)
+        deep: list[Tensor] = []
+        if len(batch.grounds):
+            images = self.painter.paint(batch.marks, batch.grounds, *batch.size)
+            if noise:
+                images = images + noise * torch.randn_like(images)
+            features = trainee.features(images)
+            embeds = trainee.fill(embeds, slots, features.rows.flatten(0, 1))
+            deep = [one.flatten(0, 1) for one in features.deep]
+        hidden = trainee.hidden(embeds, batch.positions, self.mask(batch), slots, deep)
+        where = (batch.targets.flatten() != IGNORED).nonzero()[:, 0]
+        return trainee.logits(hidden.flatten(0, 1)[where]), batch.targets.flatten()[where]
+
+
+def train(
+    family: str, out: Path, *, seed: int, minutes: float, device: str = "cuda", workers: int = 14, muon: bool = True,
+    flex: bool = True, compiled: bool = True, rate: float = 1e-3, diet: Diet | None = None,
+    tell: Callable[[str], None] = print, steps: int | None = None,
+) -> tuple[Trainee, Writer, Pass]:  # fmt: skip
+    """Train `family` into `out` for `minutes`, compilation included, or for `steps`."""
+    started = time.perf_counter()
+    diet = diet or DIETS[family]
+    torch.manual_seed(seed)
+    torch.set_float32_matmul_precision("high")
+    build_folder(family, out, corpus=corpus(), seed=seed)
+    trainee = Trainee.load(out, device=device)
+    writer = writer_of(trainee)
+    batches: Iterator[Batch] = load_batches(writer, diet, seed=seed, workers=workers)
+    if compiled:
+        torch._dynamo.config.recompile_limit = 64
+        for block in trainee.tower.blocks:
+            block.compile(dynamic=True)
+        for layer in trainee.text.layers:
+            layer.compile(dynamic=False)
+    forward = Pass(trainee, diet, device, flex=flex)
+    trainee.model.train()
+    optimiser = Optimiser(trainee.model.named_parameters(), muon=muon)
+    log: list[dict[str, Any]] = []
+    count = sum(one.numel() for one in trainee.model.parameters())
+    tell(f"{family}: {count / 1e6:.1f} M parameters, ready after {time.perf_counter() - started:.0f} s")
+    step, last = 0, time.perf_counter()
+    while True:
+        spent = (time.perf_counter() - started) / (minutes * 60) if steps is None else step / steps
+        if spent >= 1:
+            break
+        batch = next(batches).to(device)
+        now = rate * min(1.0, (step + 1) / WARM_STEPS) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * spent)))
+        with torch.autocast(device, torch.bfloat16):
+            logits, targets = forward(batch, noise=NOISE)
+        loss = cross_entropy(logits.float(), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        length = optimiser.step(now)
+        step += 1
+        if step % 100 == 0 or step in (1, 2, 5, 20):
+            row = {"step": step, "s": round(time.perf_counter() - started, 1), "loss": round(loss.item(), 4),
+                   "length": round(float(length), 2), "kind": batch.kind, "rate": now,
+                   "right": _by_kind(logits, targets, batch)}  # fmt: skip
+            log.append(row)
+            if step % 500 == 0 or step < 21:
+                shown = " ".join(f"{name} {value:.2f}" for name, value in row["right"].items())
+                tell(f"{step} {row['s']:.0f}s {(time.perf_counter() - last) / 500:.3f}s/step loss {row['loss']} {shown}")
+                last = time.perf_counter()
+    trainee.model.eval()
+    trainee.save(out)
+    record = {"family": family, "seed": seed, "minutes": minutes, "steps": step, "parameters": count,
+              "tokens": step * diet.batch * diet.length, "log": log}  # fmt: skip
+    (out / "training.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
+    plot(log, out / "training.png")
+    return trainee, writer, forward
+
+
+def writer_of(trainee: Trainee) -> Writer:
+    """A writer in the trainee's own format."""
+    form = read_format(
+        trainee.tokenizer, image=trainee.image_text, pad_id=trainee.pad_id, axes=trainee.axes, grid=trainee.grid
+    )
+    return Writer(trainee.tokenizer, form)
+
+
+@torch.no_grad()
+def _by_kind(logits: Tensor, targets: Tensor, batch: Batch) -> dict[str, float]:
+    right = (logits.argmax(-1) == targets).float()
+    kinds = batch.kinds.flatten()[batch.targets.flatten() != IGNORED]
+    total = torch.bincount(kinds, minlength=len(KINDS)).cpu()
+    sums = torch.bincount(kinds, weights=right, minlength=len(KINDS)).cpu()
+    return {KINDS[at]: round(float(sums[at] / total[at]), 4) for at in range(len(KINDS)) if total[at]}
+
+
+def plot(log: list[dict[str, Any]], path: Path) -> None:
+    """The loss and what is right by kind of question, over the run."""
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    loss, right = figure.subplots(1, 2)
+    for kind in sorted({row["kind"] for row in log}):
+        rows = [row for row in log if row["kind"] == kind]
+        loss.plot([row["s"] for row in rows], [row["loss"] for row in rows], label=kind, linewidth=1)
+    loss.set(xlabel="seconds", ylabel="loss", yscale="log")
+    for name in ("colour", "shape", "code", "changed_cell", "value_of", "happened", "sign", "search"):
+        rows = [row for row in log if name in row["right"]]
+        right.plot([row["s"] for row in rows], [row["right"][name] for row in rows], label=name, linewidth=1)
+    right.set(xlabel="seconds", ylabel="answer tokens right")
+    for axes in (loss, right):
+        axes.legend(fontsize=8, frameon=False)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,67 @@
+"""Muon for the matrices of the blocks, AdamW for everything else, as one optimiser.
+
+Muon steps along the nearest orthogonal matrix to the momentum (Jordan et al., 2024), scaled so that its steps are as
+long as AdamW's (Liu et al., 2025): one learning rate serves both. Matrices of one shape are orthogonalised together.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+MOMENTUM = 0.95
+DECAY = 0.02
+STEPS = ((4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037), (2.8769, -3.1427, 1.2046), (2.8366, -3.0525, 1.2012))  # fmt: skip
+"""Coefficients of the five polynomial steps towards an orthogonal matrix."""
+
+
+class Optimiser:
+    """Steps every parameter of a model; `matrices` by Muon when asked for."""
+
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], *, muon: bool) -> None:
+        groups: dict[tuple[int, ...], list[nn.Parameter]] = defaultdict(list)
+        plain: list[nn.Parameter] = []
+        for name, parameter in named:
+            in_block = ".layers." in name or ".blocks." in name
+            if muon and in_block and parameter.dim() == 2:
+                groups[tuple(parameter.shape)].append(parameter)
+            else:
+                plain.append(parameter)
+        self._matrices = list(groups.values())
+        self._moments = [torch.zeros(len(group), *group[0].shape, device=group[0].device) for group in self._matrices]
+        fused = plain[0].device.type == "cuda"
+        self._plain = torch.optim.AdamW(plain, lr=1.0, betas=(0.9, 0.98), weight_decay=DECAY, fused=fused)
+        self._parameters = [*plain, *(one for group in self._matrices for one in group)]
+
+    @torch.no_grad()
+    def step(self, rate: float) -> Tensor:
+        """One step at a learning rate, gradients clipped to length 1 together; returns their length before."""
+        length = nn.utils.clip_grad_norm_(self._parameters, 1.0)
+        for group in self._plain.param_groups:
+            group["lr"] = rate
+        self._plain.step()
+        for parameters, moments in zip(self._matrices, self._moments, strict=True):
+            slopes = torch.stack([one.grad for one in parameters if one.grad is not None])
+            moments.lerp_(slopes, 1 - MOMENTUM)
+            steps = orthogonal(slopes.lerp(moments, MOMENTUM))
+            size = 0.2 * max(steps.shape[1:]) ** 0.5
+            torch._foreach_mul_(parameters, 1 - rate * DECAY)
+            torch._foreach_add_(parameters, list(steps.to(parameters[0].dtype).unbind()), alpha=-rate * size)
+        for one in self._parameters:
+            one.grad = None
+        return length
+
+
+def orthogonal(matrices: Tensor) -> Tensor:
+    """About the orthogonal matrix nearest to each of [matrix, row, column]."""
+    work = matrices.bfloat16()
+    tall = work.shape[1] > work.shape[2]
+    work = work.mT if tall else work
+    work = work / (work.norm(dim=(1, 2), keepdim=True) * 1.02 + 1e-7)
+    for a, b, c in STEPS:
+        square = work @ work.mT
+        work = a * work + (b * square + c * square @ square) @ work
+    return work.mT if tall else work

@@ -1,0 +1,147 @@
+"""Task d: short clips of numbered frames in which shapes appear, vanish, move and change colour, one event a frame."""
+
+from __future__ import annotations
+
+from random import Random
+
+from looseleaf.workloads.masks import SHAPES
+from looseleaf.workloads.pictures import COLOURS, Picture, blank
+from looseleaf.workloads.questions import CELLS, Phrases, Question, Split
+
+GRID = 3
+
+_COLOUR = Phrases(
+    usual=("What colour is the {shape} in frame {frame}?", "Which colour has the {shape} in frame {frame}?",
+           "In frame {frame}, what is the colour of the {shape}?"),
+    held=("In frame {frame}, which colour has the {shape}?", "What is the colour of the {shape} in frame {frame}?"),
+)  # fmt: skip
+_SHAPE = Phrases(
+    usual=("What shape is at {cell} of frame {frame}?", "Which shape does frame {frame} show at {cell}?",
+           "In frame {frame}, what is the shape at {cell}?"),
+    held=("In frame {frame}, which shape is at {cell}?", "What is the shape at {cell} of frame {frame}?"),
+)  # fmt: skip
+_HAPPENED = Phrases(
+    usual=("What happened in frame {frame}?", "What is new in frame {frame}?", "Which event does frame {frame} show?"),
+    held=("What is the event in frame {frame}?",),
+)
+_WHEN = Phrases(
+    usual=("In which frame is it that the {event}?", "Tell me the frame where the {event}.", "Which frame shows that the {event}?"),
+    held=("Tell me in which frame the {event}.",),
+)
+_FIRST = Phrases(
+    usual=("Which came first: the {one} or the {other}?", "Of these, which happened first: the {one}, the {other}?"),
+    held=("Which happened first: the {one} or the {other}?",),
+)
+_LIST_FRAME = Phrases(usual=("Describe frame {frame}.", "List what frame {frame} shows."),
+                      held=("List all that frame {frame} shows.",))  # fmt: skip
+_STORY = Phrases(usual=("What happened, frame by frame?", "Tell me all events of the clip."),
+                 held=("List all events, frame by frame.",))  # fmt: skip
+
+
+class Clip:
+    """Frames 1, 2, … and what happened in each but the first."""
+
+    def __init__(self, chance: Random, split: Split, side: int, *, frames: int) -> None:
+        self.pictures: list[Picture] = []
+        self.states: list[dict[str, tuple[str, int]]] = []
+        """Shape to its colour and cell, by frame."""
+        self.events: list[str] = []
+        font = chance.choice(split.fonts)
+        shapes, look = chance.sample(SHAPES, 7), chance.getrandbits(32)
+        cells = chance.sample(range(GRID * GRID), 4)
+        state = {shapes.pop(): (chance.choice(list(COLOURS)), cells.pop()) for _ in range(chance.randint(2, 4))}
+        for number in range(frames):
+            if number:
+                state = dict(state)
+                self.events.append(_happen(chance, state, shapes))
+            self.states.append(state)
+            self.pictures.append(_draw_frame(Random(look), state, side, font, str(number + 1)))
+        self.absorbed = list(range(frames - 1))
+        self.kinds = {"frame_colour": 1.0, "frame_shape": 1.0, "list_frame": 2.0}
+        if frames > 1:
+            self.kinds |= {"happened": 3.0, "when": 2.0, "story": 4.0}
+        if frames > 2:
+            self.kinds["first_event"] = 1.0
+
+    def ask(self, kind: str, chance: Random, split: Split) -> Question:
+        at = chance.randrange(len(self.states))
+        state, number = self.states[at], at + 1
+        later = chance.randrange(1, max(2, len(self.states)))
+        match kind:
+            case "frame_colour":
+                shape = chance.choice(list(state))
+                text = _COLOUR.pick(chance, split).format(shape=shape, frame=number)
+                return Question("clip", kind, text, state[shape][0], 1, (at,), (at,))
+            case "frame_shape":
+                shape = chance.choice(list(state))
+                row, column = divmod(state[shape][1], GRID)
+                cell = CELLS.pick(chance, split).format(row=row + 1, column=column + 1)
+                return Question("clip", kind, _SHAPE.pick(chance, split).format(cell=cell, frame=number), shape, 1, (at,), (at,))
+            case "list_frame":
+                ordered = sorted(state.items(), key=lambda item: item[1][1])
+                answer = ", ".join(f"{colour} {shape}" for shape, (colour, _) in ordered)
+                return Question("clip", kind, _LIST_FRAME.pick(chance, split).format(frame=number), answer, 1, (at,), (at,))
+            case "happened":
+                text = _HAPPENED.pick(chance, split).format(frame=later + 1)
+                return Question("clip", kind, text, self.events[later - 1], 2, (later - 1, later), (later,))
+            case "when":
+                event = self.events[later - 1]
+                later = self.events.index(event) + 1
+                text = _WHEN.pick(chance, split).format(event=event)
+                return Question("clip", kind, text, f"frame {later + 1}", 2, (later - 1, later), (later,))
+            case "first_event":
+                one, other = sorted(chance.sample(range(len(self.events)), 2))
+                answer = self.events[one]
+                one, other = self.events.index(self.events[one]), self.events.index(self.events[other])
+                shown = [self.events[one], self.events[other]]
+                if one == other:
+                    return self.ask("happened", chance, split)
+                chance.shuffle(shown)
+                answer = self.events[min(one, other)]
+                text = _FIRST.pick(chance, split).format(one=shown[0], other=shown[1])
+                needs = tuple(sorted({one, one + 1, other, other + 1}))
+                return Question("clip", kind, text, answer, 2, needs, tuple(sorted((one + 1, other + 1))))
+            case _:
+                every = tuple(range(len(self.states)))
+                text = _STORY.pick(chance, split)
+                return Question("clip", kind, text, ", ".join(self.events), 2, every, every[1:])
+
+
+def _happen(chance: Random, state: dict[str, tuple[str, int]], unused: list[str]) -> str:
+    """Change `state` by one event and name it."""
+    options = ["moved", "turned"]
+    if len(state) < 5 and unused:
+        options += ["appeared", "appeared"]
+    if len(state) > 2:
+        options.append("vanished")
+    event = chance.choice(options)
+    free = [cell for cell in range(GRID * GRID) if cell not in {place for _, place in state.values()}]
+    if event == "appeared":
+        shape = unused.pop()
+        state[shape] = (chance.choice(list(COLOURS)), chance.choice(free))
+        return f"{shape} appeared"
+    shape = chance.choice(list(state))
+    colour, cell = state[shape]
+    if event == "vanished":
+        del state[shape]
+        return f"{shape} vanished"
+    if event == "moved":
+        state[shape] = (colour, chance.choice(free))
+        return f"{shape} moved"
+    turned = chance.choice([other for other in COLOURS if other != colour])
+    state[shape] = (turned, cell)
+    return f"{shape} turned {turned}"
+
+
+def _draw_frame(chance: Random, state: dict[str, tuple[str, int]], side: int, font: int, tag: str) -> Picture:
+    sheet = blank(chance, side, side)
+    large = side >= 200
+    sheet.write(tag, 3 + chance.randrange(4), -4 if not large else 0, font, 2 if large else 1)
+    head = 28 if large else 19
+    pitch = min((side - 2) // GRID, (side - head) // GRID)
+    left = chance.randrange(max(1, side - pitch * GRID))
+    for shape, (colour, cell) in state.items():
+        row, column = divmod(cell, GRID)
+        middle = (left + pitch * column + pitch // 2, head + pitch * row + pitch // 2)
+        sheet.shape(shape, COLOURS[colour], *middle, 2 if large else 0)
+    return sheet.finish()

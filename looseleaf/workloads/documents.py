@@ -1,0 +1,128 @@
+"""Task c: two pages. The first gives names an id, the second gives ids a value; some questions need both.
+
+The same facts can be had as text instead of pictures: the negative control, since words bind to each other less.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+from looseleaf.workloads.masks import LETTER_SIZES
+from looseleaf.workloads.pictures import Picture, blank
+from looseleaf.workloads.questions import Phrases, Question, Size, Split
+
+NAMES = (
+    "Anna", "Ben", "Carl", "Dora", "Emil", "Fay", "Gus", "Hugo", "Ida", "Jack", "Kim", "Leo", "Mia", "Noah", "Olga",
+    "Paul", "Quinn", "Rosa", "Sam", "Tina", "Uma", "Vera", "Walt", "Xena", "Yuri", "Zoe", "Amir", "Bela", "Cleo", "Dave",
+    "Eva", "Finn",
+)  # fmt: skip
+LETTERS = "ABCDEFGHKLMNPRSTUVWXYZ"
+FIRST_FIELDS = ("badge", "desk", "ticket", "locker")
+SECOND_FIELDS = ("room", "gate", "price", "score")
+
+_ID_OF = Phrases(
+    usual=("Which {first} does {name} have?", "What is the {first} of {name}?", "Tell me the {first} of {name}.",
+           "Which {first} belongs to {name}?"),
+    held=("Which is the {first} of {name}?", "Tell me which {first} {name} has."),
+)  # fmt: skip
+_VALUE_OF_ID = Phrases(
+    usual=("Which {second} does {first} {id} have?", "What is the {second} of {first} {id}?",
+           "Tell me the {second} of {first} {id}.", "Which {second} belongs to {first} {id}?"),
+    held=("Which is the {second} of {first} {id}?", "Tell me which {second} {first} {id} has."),
+)  # fmt: skip
+_VALUE_OF = Phrases(
+    usual=("Which {second} does {name} have?", "What is the {second} of {name}?", "Tell me the {second} of {name}.",
+           "Which {second} belongs to {name}?"),
+    held=("Which is the {second} of {name}?", "Tell me which {second} {name} has."),
+)  # fmt: skip
+_LIST_IDS = Phrases(usual=("Read the {first} of each name.", "List each {first}."), held=("List the {first} of each name.",))
+_LIST_VALUES = Phrases(usual=("Read the {second} of each {first}.", "List each {second}."),
+                       held=("List the {second} of each {first}.",))  # fmt: skip
+_LIST_MATCHES = Phrases(usual=("Match each {second} with a name.", "Who has which {second}?"),
+                        held=("Match a name with each {second}.",))  # fmt: skip
+
+NOT_SHOWN = "not shown"
+
+
+class Documents:
+    """Page 1: name and id. Page 2: id and value, in another order."""
+
+    def __init__(self, chance: Random, split: Split, size: Size) -> None:
+        height, width = size
+        most = min(7, (height - 34) // 26)
+        count = chance.randint(max(3, most - 2), most)
+        ids: dict[str, None] = {}
+        while len(ids) < count:
+            ids[chance.choice(LETTERS) + str(chance.randrange(10))] = None
+        names = chance.sample(NAMES, count + 4)
+        self.absent = names[count:]
+        self.first, self.second = chance.choice(FIRST_FIELDS), chance.choice(SECOND_FIELDS)
+        self.id_of = dict(zip(names, ids, strict=False))
+        shuffled = list(ids)
+        chance.shuffle(shuffled)
+        self.value_of = {one: str(chance.randrange(10, 100)) for one in shuffled}
+        self.name_of = {one: name for name, one in self.id_of.items()}
+        font = chance.choice(split.fonts)
+        self.pictures: list[Picture] = [
+            _draw_page(chance, size, font, ("name", self.first), list(self.id_of.items())),
+            _draw_page(chance, size, font, (self.first, self.second), list(self.value_of.items())),
+        ]
+        self.absorbed = [0]
+        self.kinds = {"id_of": 1.0, "value_of_id": 1.0, "value_of": 3.0, "no_name": 0.4}
+        self.kinds |= {"list_ids": 2.0, "list_values": 2.0, "list_matches": 4.0}
+
+    def texts(self) -> tuple[str, str]:
+        """The two pages as words."""
+        heads = (f"name {self.first}", f"{self.first} {self.second}")
+        bodies = ("".join(f"\n{a} {b}" for a, b in table.items()) for table in (self.id_of, self.value_of))
+        first, second = (head + body + "\n" for head, body in zip(heads, bodies, strict=True))
+        return first, second
+
+    def ask(self, kind: str, chance: Random, split: Split) -> Question:
+        words = {"first": self.first, "second": self.second}
+        name, one = chance.choice(list(self.id_of.items()))
+        match kind:
+            case "id_of":
+                found, answer = _ID_OF, one
+                words["name"] = name
+            case "value_of_id":
+                found, answer = _VALUE_OF_ID, self.value_of[one]
+                words["id"] = one
+            case "value_of":
+                found, answer = _VALUE_OF, self.value_of[one]
+                words["name"] = name
+            case "no_name":
+                found, answer = chance.choice((_ID_OF, _VALUE_OF)), NOT_SHOWN
+                words["name"] = chance.choice(self.absent)
+            case "list_ids":
+                found, answer = _LIST_IDS, ", ".join(f"{name} {one}" for name, one in self.id_of.items())
+            case "list_values":
+                found, answer = _LIST_VALUES, ", ".join(f"{one} {value}" for one, value in self.value_of.items())
+            case _:
+                found = _LIST_MATCHES
+                answer = ", ".join(f"{self.name_of[one]} {value}" for one, value in self.value_of.items())
+        text = found.pick(chance, split).format(**words)
+        hops = 2 if kind in ("value_of", "list_matches") else 1
+        needs = {"id_of": (0,), "list_ids": (0,), "value_of_id": (1,), "list_values": (1,)}.get(kind, (0, 1))
+        carriers = (1,) if hops == 2 else needs
+        return Question("documents", kind, text, answer, hops, needs, carriers)
+
+
+def _draw_page(
+    chance: Random, size: Size, font: int, heads: tuple[str, str], lines: list[tuple[str, str]]
+) -> Picture:
+    height, width = size
+    sheet = blank(chance, width, height)
+    left = 6 + chance.randrange(10)
+    middle = left + 84 + chance.randrange(16)
+    top = chance.randrange(4)
+    sheet.write(heads[0], left, top, font, 0)
+    sheet.write(heads[1], middle, top, font, 0)
+    step = min(34, (height - 30 - top) // len(lines))
+    size_of_letters = 2 if step >= 28 and chance.random() < 0.6 else 1
+    assert size_of_letters < len(LETTER_SIZES)
+    for number, (one, other) in enumerate(lines):
+        y = top + 26 + step * number
+        sheet.write(one, left, y, font, size_of_letters)
+        sheet.write(other, middle, y, font, size_of_letters)
+    return sheet.finish()

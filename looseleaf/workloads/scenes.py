@@ -1,0 +1,229 @@
+"""Tasks a and b: grids of coloured shapes, a legend that gives shapes a code, and scenes of which a later version differs.
+
+Every picture carries its letter in the corner, so that a question can name it wherever it stands in a prompt. A scene's
+later version carries the letter with a 2, the earlier one with a 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from looseleaf.workloads.masks import SHAPES
+from looseleaf.workloads.pictures import COLOURS, Picture, blank
+from looseleaf.workloads.questions import CELLS, PICTURES, Phrases, Question, Size, Split
+
+Cell = tuple[str, str]
+"""A shape and its colour."""
+
+TAG_HEIGHT = 28
+
+_COLOUR = Phrases(
+    usual=(
+        "What colour is the shape at {cell} of {picture}?", "Which colour does {picture} show at {cell}?",
+        "In {picture}, what is the colour at {cell}?", "Tell me the colour at {cell} in {picture}.",
+        "Which colour is at {cell} of {picture}?",
+    ),
+    held=("What is the colour at {cell} of {picture}?", "In {picture}, which colour is at {cell}?"),
+)  # fmt: skip
+_SHAPE = Phrases(
+    usual=(
+        "What shape is at {cell} of {picture}?", "Which shape does {picture} show at {cell}?",
+        "In {picture}, what is the shape at {cell}?", "Tell me the shape at {cell} in {picture}.",
+        "Which shape is at {cell} of {picture}?",
+    ),
+    held=("What is the shape at {cell} of {picture}?", "In {picture}, which shape is at {cell}?"),
+)  # fmt: skip
+_CODE = Phrases(
+    usual=(
+        "What is the code of the shape at {cell} of {picture}?", "Which code does the shape at {cell} of {picture} have?",
+        "In {picture}, what is the code at {cell}?", "Tell me the code at {cell} in {picture}.",
+        "Which code is at {cell} of {picture}?", "By the key, which code has {picture} at {cell}?",
+    ),
+    held=("What is the code at {cell} of {picture}?", "In {picture}, which code does the shape at {cell} have?"),
+)  # fmt: skip
+_LEGEND = Phrases(
+    usual=(
+        "Which code does the key give the {shape}?", "What is the code of the {shape}?", "Tell me the code of the {shape}.",
+        "By the key, which code has the {shape}?",
+    ),
+    held=("Which code has the {shape}?", "By the key, what is the code of the {shape}?"),
+)  # fmt: skip
+_CHANGED = Phrases(
+    usual=(
+        "Which cell changed between {before} and {after}?", "Which cell of {after} is not as in {before}?",
+        "Where do {before} and {after} differ?", "Tell me the cell that changed from {before} to {after}.",
+    ),
+    held=("Which cell changed from {before} to {after}?", "Tell me where {before} and {after} differ."),
+)  # fmt: skip
+_CHANGED_TO = Phrases(
+    usual=(
+        "What is new in {after}, compared with {before}?", "What does the changed cell of {after} show?",
+        "One cell changed from {before} to {after}: what is it now?", "What did {after} get that {before} has not?",
+    ),
+    held=("What is new in {after} that {before} has not?", "What does the cell that changed in {after} show?"),
+)  # fmt: skip
+_LIST_COLOURS = Phrases(usual=("List the colours of {picture}.", "Give all colours of {picture}, row by row."),
+                        held=("List all colours of {picture}.",))  # fmt: skip
+_LIST_SHAPES = Phrases(usual=("List the shapes of {picture}.", "Give all shapes of {picture}, row by row."),
+                       held=("List all shapes of {picture}.",))  # fmt: skip
+_LIST_CODES = Phrases(usual=("List the codes of {picture}.", "Give all codes of {picture}, row by row."),
+                      held=("List all codes of {picture}.",))  # fmt: skip
+_LIST_LEGEND = Phrases(usual=("Read the key.", "List the key."), held=("Read out the key.",))
+_LIST_CHANGES = Phrases(usual=("Compare {after} with {before}, cell by cell.", "Is each cell of {after} as in {before}?"),
+                        held=("Compare each cell of {after} with {before}.",))  # fmt: skip
+
+NOT_SHOWN = "not shown"
+
+
+@dataclass(slots=True)
+class Scene:
+    """One grid: its letter, its cells row by row, and the place of its picture in the world."""
+
+    tag: str
+    rows: int
+    columns: int
+    cells: list[Cell]
+    place: int
+
+
+class Scenes:
+    """A legend, or none, and scenes behind it, some of them in two versions."""
+
+    def __init__(self, chance: Random, split: Split, size: Size, *, count: int, legend: bool, pairs: int) -> None:
+        """`count` pictures of `size`, legend and later versions included; `pairs` scenes have two versions."""
+        self.pictures: list[Picture] = []
+        self._size, self._font = size, chance.choice(split.fonts)
+        self._tags = chance.sample("ABCDEFGHJKLMNPRSTUVWXYZ", 8)
+        shapes = chance.sample(SHAPES, chance.randint(7, 12))
+        self.codes = {shape: str(chance.randrange(10)) for shape in shapes} if legend else {}
+        if legend:
+            self._draw_legend(chance)
+        self.scenes: list[Scene] = []
+        self.changes: list[tuple[Scene, Scene, list[int]]] = []
+        singles = count - len(self.pictures) - 2 * pairs
+        for number in range(pairs + singles):
+            self._add_scene(chance, split, list(shapes), twice=number < pairs)
+        self.absorbed = [0] * legend + [before.place for before, _, _ in self.changes]
+        self.kinds = {"colour": 1.0, "shape": 1.0, "list_colours": 1.0, "list_shapes": 1.5}
+        if not self.scenes:
+            self.kinds = {}
+        elif legend:
+            self.kinds |= {"code": 3.0, "list_codes": 5.0}
+        else:
+            self.kinds["no_code"] = 0.4
+        if legend:
+            self.kinds |= {"legend": 1.0, "list_legend": 1.0}
+        if self.changes:
+            self.kinds["list_changes"] = 3.0
+        if any(len(places) == 1 for _, _, places in self.changes):
+            self.kinds |= {"changed_cell": 2.0, "changed_to": 2.0}
+
+    def ask(self, kind: str, chance: Random, split: Split) -> Question:
+        if kind in ("legend", "list_legend"):
+            return self._ask_legend(kind, chance, split)
+        if kind in ("changed_cell", "changed_to", "list_changes"):
+            return self._ask_change(kind, chance, split)
+        scene = chance.choice(self.scenes)
+        picture = PICTURES.pick(chance, split).format(tag=scene.tag)
+        if kind.startswith("list_"):
+            phrases = {"list_colours": _LIST_COLOURS, "list_shapes": _LIST_SHAPES, "list_codes": _LIST_CODES}[kind]
+            text = phrases.pick(chance, split).format(picture=picture)
+            values = {
+                "list_colours": [colour for _, colour in scene.cells],
+                "list_shapes": [shape for shape, _ in scene.cells],
+                "list_codes": [self.codes.get(shape, "") for shape, _ in scene.cells],
+            }[kind]
+            answer = _by_rows(values, scene.columns)
+        else:
+            at = chance.randrange(len(scene.cells))
+            cell = CELLS.pick(chance, split).format(row=at // scene.columns + 1, column=at % scene.columns + 1)
+            phrases = {"colour": _COLOUR, "shape": _SHAPE, "code": _CODE, "no_code": _CODE}[kind]
+            text = phrases.pick(chance, split).format(picture=picture, cell=cell)
+            shape, colour = scene.cells[at]
+            answer = {"colour": colour, "shape": shape, "code": self.codes.get(shape, ""), "no_code": NOT_SHOWN}[kind]
+        if kind in ("code", "list_codes"):
+            return Question("legend", kind, text, answer, 2, (0, scene.place), (scene.place,))
+        return Question("legend", kind, text, answer, 1, (scene.place,), (scene.place,))
+
+    def _ask_legend(self, kind: str, chance: Random, split: Split) -> Question:
+        if kind == "list_legend":
+            text = _LIST_LEGEND.pick(chance, split)
+            return Question("legend", kind, text, ", ".join(f"{s} {c}" for s, c in self.codes.items()), 1, (0,), (0,))
+        shape, code = chance.choice(list(self.codes.items()))
+        return Question("legend", kind, _LEGEND.pick(chance, split).format(shape=shape), code, 1, (0,), (0,))
+
+    def _ask_change(self, kind: str, chance: Random, split: Split) -> Question:
+        single = [change for change in self.changes if len(change[2]) == 1]
+        before, after, places = chance.choice(self.changes if kind == "list_changes" else single)
+        wording = PICTURES.pick(chance, split)
+        names = {"before": wording.format(tag=before.tag), "after": wording.format(tag=after.tag)}
+        needs, carriers = (before.place, after.place), (after.place,)
+        if kind == "list_changes":
+            text = _LIST_CHANGES.pick(chance, split).format(**names)
+            marks = ["new" if at in places else "same" for at in range(len(after.cells))]
+            return Question("change", kind, text, _by_rows(marks, after.columns), 2, needs, carriers)
+        at = places[0]
+        if kind == "changed_cell":
+            text, answer = _CHANGED.pick(chance, split), f"row {at // after.columns + 1}, column {at % after.columns + 1}"
+        else:
+            text, answer = _CHANGED_TO.pick(chance, split), " ".join(reversed(after.cells[at]))
+        return Question("change", kind, text.format(**names), answer, 2, needs, carriers)
+
+    def _add_scene(self, chance: Random, split: Split, shapes: list[str], *, twice: bool) -> None:
+        rows, columns = chance.choice(split.grids)
+        cells = [(chance.choice(shapes), chance.choice(list(COLOURS))) for _ in range(rows * columns)]
+        tag, look = self._tags.pop(), chance.getrandbits(32)
+        first = Scene(f"{tag}1" if twice else tag, rows, columns, cells, len(self.pictures))
+        self._draw_scene(Random(look), first)
+        if not twice:
+            return
+        places = sorted(chance.sample(range(len(cells)), 1 if chance.random() < 0.6 else chance.randint(2, 3)))
+        later = list(cells)
+        for at in places:
+            while later[at] == cells[at]:
+                shape, colour = cells[at]
+                what = chance.random()
+                shape = chance.choice(shapes) if what < 0.7 else shape
+                colour = chance.choice(list(COLOURS)) if what > 0.4 else colour
+                later[at] = (shape, colour)
+        second = Scene(f"{tag}2", rows, columns, later, len(self.pictures))
+        self._draw_scene(Random(look), second)
+        self.changes.append((first, second, places))
+
+    def _draw_scene(self, chance: Random, scene: Scene) -> None:
+        height, width = self._size
+        sheet = blank(chance, width, height)
+        sheet.write(scene.tag, 4 + chance.randrange(8), chance.randrange(3), self._font, 2)
+        pitch = min(56, (width - 8) // scene.columns, (height - TAG_HEIGHT - 4) // scene.rows)
+        size = 2 if pitch >= 46 else 1 if pitch >= 36 else 0
+        left = 4 + chance.randrange(max(1, min(24, width - 8 - pitch * scene.columns)))
+        top = TAG_HEIGHT + chance.randrange(max(1, min(16, height - TAG_HEIGHT - 4 - pitch * scene.rows)))
+        for at, (shape, colour) in enumerate(scene.cells):
+            row, column = divmod(at, scene.columns)
+            middle = (left + pitch * column + pitch // 2, top + pitch * row + pitch // 2)
+            sheet.shape(shape, COLOURS[colour], *middle, size)
+        self.scenes.append(scene)
+        self.pictures.append(sheet.finish())
+
+    def _draw_legend(self, chance: Random) -> None:
+        height, width = self._size
+        sheet = blank(chance, width, height)
+        end = sheet.write(self._tags.pop(), 4 + chance.randrange(8), chance.randrange(3), self._font, 2)
+        sheet.write("key", end + 12, 0, self._font, 2)
+        columns = 3 if width < 200 or (height >= 220 and width < 250 and chance.random() < 0.6) else 4
+        rows = -(-len(self.codes) // columns)
+        wide, high = min(72, (width - 4) // columns), min(50, (height - TAG_HEIGHT - 2) // rows)
+        size = 1 if wide >= 60 and high >= 40 else 0
+        left, top = 2 + chance.randrange(3), TAG_HEIGHT + chance.randrange(3)
+        for at, (shape, code) in enumerate(self.codes.items()):
+            row, column = divmod(at, columns)
+            x, y = left + wide * column, top + high * row + high // 2
+            reach = (30, 36)[size]
+            sheet.shape(shape, sheet.ink, x + reach // 2 - 1, y, size)
+            sheet.write(code, x + reach, y - 14, self._font, 2)
+        self.pictures.append(sheet.finish())
+
+
+def _by_rows(values: list[str], columns: int) -> str:
+    return ", ".join(" ".join(values[at : at + columns]) for at in range(0, len(values), columns))
