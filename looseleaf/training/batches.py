@@ -26,7 +26,7 @@ from looseleaf.workloads.bounds import Bounds
 from looseleaf.workloads.clips import Clip
 from looseleaf.workloads.documents import Documents
 from looseleaf.workloads.lookups import look_up
-from looseleaf.workloads.questions import Size, Split, trained
+from looseleaf.workloads.questions import Size, Split, first_steps, trained
 from looseleaf.workloads.streams import Stream
 
 KINDS = (
@@ -37,6 +37,12 @@ KINDS = (
 )  # fmt: skip
 SEGMENTS = 160
 """Room in the table of who sees whom."""
+LEAST = 120
+"""Tokens of questions behind an album, at least."""
+EASY = (200, 500)
+"""Up to the first batch pictures show one or two things, up to the second a few, and prompts have one or two pictures:
+what a picture shows must be read before it can be found by its name among others. Without this nothing was learned in
+600 steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,33 +53,51 @@ class Diet:
     length: int
     """Tokens of a prompt, questions included."""
     batch: int
+    questions: float = 1.3
+    """Tokens of questions for each token of what they ask about."""
     pictures: float = 0.75
     clips: float = 0.25
     streams: float = 0.0
     lookups: float = 0.0
 
 
-def make_draft(kind: str, writer: Writer, diet: Diet, split: Split, size: Size, chance: Random) -> Draft:
-    """One prompt of a kind of batch with as many questions as fit."""
+def make_row(kind: str, writer: Writer, diet: Diet, split: Split, size: Size, chance: Random, *, easy: bool) -> Draft:
+    """Prompts of one kind, one behind the other, until a row of the batch is full; none sees another."""
+    row = Draft(axes=writer.form.axes)
+    misses = 0
+    while misses < 4:
+        room, segments = diet.length - len(row.ids), SEGMENTS - len(row.sees)
+        make = _lookup_draft if kind == "lookups" else _album_draft
+        draft = make(kind, writer, diet, split, size, chance, room, easy or misses > 1)
+        if draft is None or len(draft.sees) > segments:
+            misses += 1
+        else:
+            row.extend(draft)
+    return row
+
+
+def _album_draft(
+    kind: str, writer: Writer, diet: Diet, split: Split, size: Size, chance: Random, room: int, easy: bool
+) -> Draft | None:
+    """An album and about as many tokens of questions as it has itself; None where there is no room for it."""
     bounds = diet.bounds
-    if kind == "lookups":
-        return _lookup_draft(writer, diet, split, size, chance)
+    most = 2 if easy else 99
     if kind == "pictures":
-        album = mixed_album(chance, split, size, chance.choice(diet.counts))
+        counts = [1] if easy and chance.random() < 0.5 else [one for one in bounds.counts if one <= most]
+        album = mixed_album(chance, split, size, chance.choice(counts))
     elif kind == "clips":
-        album = Album(chance, [Clip(chance, split, diet.frame_side, frames=chance.randint(2, diet.most_frames))])
+        frames = chance.choice([one for one in bounds.clip_frames if one <= most])
+        album = Album(chance, [Clip(chance, split, bounds.frame_side, frames=frames)])
     else:
-        frames = chance.randint(6, diet.most_stream_frames)
-        album = Album(
-            chance, [Stream(chance, split, diet.frame_side, frames=frames, needles=chance.randint(2, frames // 3))]
-        )
+        frames = chance.choice(bounds.stream_frames[: 2 if easy else None])
+        needles = chance.randint(2, frames // 3)
+        album = Album(chance, [Stream(chance, split, bounds.frame_side, frames=frames, needles=needles)])
     sight = _sight(kind, album, chance)
     gaps, jumps = _gaps(len(album.entries), chance, short=kind == "streams")
     opening = writer.openings[0] if chance.random() < 0.6 else chance.choice(writer.openings)
     draft, seen = writer.lay_out(album.entries, sight, gaps, opening=opening, jumps=jumps)
     draft.at += chance.randrange(60) if chance.random() < 0.2 else 0
-    _fill(draft, seen, writer, album, split, sight, diet.length, chance)
-    return draft
+    return _fill(draft, seen, writer, album, split, sight, room, diet.questions, chance)
 
 
 def _sight(kind: str, album: Album, chance: Random) -> Sight:
@@ -103,12 +127,19 @@ def _turn(album: Album, split: Split, sight: Sight, chance: Random) -> tuple[str
 
 
 def _fill(
-    draft: Draft, seen: set[int], writer: Writer, album: Album, split: Split, sight: Sight, length: int, chance: Random,
-    *, lead: tuple[list[int], list[tuple[int, int, int]]] | None = None,
-) -> None:  # fmt: skip
-    """Branches until the prompt is full; `lead` stands at the head of each."""
-    misses = 0
-    while misses < 40 and len(draft.sees) < SEGMENTS:
+    draft: Draft, seen: set[int], writer: Writer, album: Album, split: Split, sight: Sight, room: int, share: float,
+    chance: Random, *, lead: tuple[list[int], list[tuple[int, int, int]]] | None = None,
+) -> Draft | None:  # fmt: skip
+    """Branches until they are `share` times as long as what they ask about; `lead` stands at the head of each.
+
+    None where there is no room for them.
+    """
+    misses, length = 0, len(draft.ids) + max(LEAST, int(share * len(draft.ids)))
+    if length > room:
+        length = room
+        if room - len(draft.ids) < LEAST:
+            return None
+    while misses < 80 and len(draft.sees) < SEGMENTS:
         turns = [
             turn for _ in range(2 if chance.random() < 0.15 else 1) if (turn := _turn(album, split, sight, chance))
         ]
@@ -122,16 +153,18 @@ def _fill(
             head = lead[0] + writer.next_turn
             ids, spans = head + ids, [*lead[1], *((a + len(head), b + len(head), k) for a, b, k in spans)]
         if len(draft.ids) + len(ids) > length:
-            misses += 8
+            misses += 16
             continue
         writer.ask(draft, seen, ids, spans)
+    return draft
 
 
-def _lookup_draft(writer: Writer, diet: Diet, split: Split, size: Size, chance: Random) -> Draft:
+def _lookup_draft(
+    kind: str, writer: Writer, diet: Diet, split: Split, size: Size, chance: Random, room: int, easy: bool
+) -> Draft | None:
     """With the search tool on offer: calls for what is not there, answers for what is, answers once it was found."""
     library = Documents(chance, split, size)
-    counts = diet.bounds.counts
-    count = chance.choice([count for count in counts if count <= max(counts) - 2])
+    count = chance.choice([count for count in diet.bounds.counts if count <= (2 if easy else 4)])
     album = mixed_album(chance, split, size, count)
     known = {name for world in album.worlds if isinstance(world, Documents) for name in world.id_of}
     question, call = look_up(library, chance, split)
@@ -146,15 +179,13 @@ def _lookup_draft(writer: Writer, diet: Diet, split: Split, size: Size, chance: 
     asked, spans = writer.branch([(between + question.text, call, KINDS.index("search"))])
     if chance.random() < 0.5:
         writer.ask(draft, seen, asked, spans)
-        for _ in range(12):
+        for _ in range(4):
             more, its_call = look_up(library, chance, split)
             if known.intersection(more.text.replace("?", " ").replace(".", " ").split()):
                 continue
             ids, spans = writer.branch([(draft.tail + chance.choice(BETWEEN) + more.text, its_call, KINDS.index("search"))])
-            if len(draft.ids) + len(ids) <= diet.length // 2 + len(draft.ids) // 4:
-                writer.ask(draft, seen, ids, spans)
-        _fill(draft, seen, writer, album, split, sight, diet.length, chance)
-        return draft
+            writer.ask(draft, seen, ids, spans)
+        return _fill(draft, seen, writer, album, split, sight, room, diet.questions, chance)
     flow = draft.segment(set(seen))
     draft.text(asked + writer.tool_turn, flow)
     seen = seen | {flow}
@@ -167,8 +198,7 @@ def _lookup_draft(writer: Writer, diet: Diet, split: Split, size: Size, chance: 
         writer.tool_reply + found,
         [(len(writer.tool_reply), len(writer.tool_reply) + len(found), KINDS.index("found"))],
     )
-    _fill(draft, seen, writer, Album(chance, [library]), split, sight, diet.length, chance, lead=lead)
-    return draft
+    return _fill(draft, seen, writer, Album(chance, [library]), split, sight, room, diet.questions, chance, lead=lead)
 
 
 @dataclass(slots=True)
@@ -188,8 +218,12 @@ class Batch:
     """[b, t]: what was asked, where there is a target."""
     sees: Tensor
     """[b, segment, segment], bool"""
-    marks: Tensor
-    """[mark, 8]: the picture's number, then as in Picture."""
+    where: Tensor
+    """[target]: where in the flattened batch the targets are."""
+    shapes: Tensor
+    """[mark, 8]: the picture's number, then as in Picture, of the marks of one sheet."""
+    letters: Tensor
+    """The same of the other."""
     grounds: Tensor
     """[picture, 3]"""
     size: Size
@@ -228,6 +262,7 @@ def collate(kind: str, drafts: Sequence[Draft], length: int, axes: int) -> Batch
             numbered[:, 1:] = picture.marks
             marks.append(numbered)
             grounds.append(picture.ground)
+    every = np.concatenate(marks) if marks else np.zeros((0, 8), np.int32)
     first = next((draft.pictures[0] for draft in drafts if draft.pictures), None)
     return Batch(
         kind=kind,
@@ -237,7 +272,9 @@ def collate(kind: str, drafts: Sequence[Draft], length: int, axes: int) -> Batch
         targets=torch.from_numpy(targets),
         kinds=torch.from_numpy(kinds),
         sees=torch.from_numpy(sees),
-        marks=torch.from_numpy(np.concatenate(marks) if marks else np.zeros((0, 8), np.int32)),
+        where=torch.from_numpy(np.flatnonzero(targets.ravel() != IGNORED)),
+        shapes=torch.from_numpy(every[every[:, 1] == 0]),
+        letters=torch.from_numpy(every[every[:, 1] == 1]),
         grounds=torch.tensor(np.array(grounds, dtype=np.float32).reshape(-1, 3)),
         size=(0, 0) if first is None else (first.height, first.width),
     )
@@ -253,15 +290,18 @@ class Batches(IterableDataset[Batch]):
         worker = torch.utils.data.get_worker_info()
         number, step = (worker.id if worker else 0), 0
         torch.set_num_threads(1)
-        split = trained()
+        splits = [*first_steps(), trained()]
         diet, bounds = self._diet, self._diet.bounds
         shares = {"pictures": diet.pictures, "clips": diet.clips, "streams": diet.streams, "lookups": diet.lookups}
         while True:
+            done = step * (worker.num_workers if worker else 1) + number
+            level = sum(done >= one for one in EASY)
+            split = splits[level]
             chance = split.chance(self._seed, number, step)
             kind = chance.choices(list(shares), list(shares.values()))[0]
             size = bounds.sizes[0] if chance.random() < 0.6 else chance.choice(bounds.sizes)
-            drafts = [make_draft(kind, self._writer, diet, split, size, chance) for _ in range(diet.batch)]
-            yield collate(kind, drafts, diet.length, self._writer.form.axes)
+            rows = [make_row(kind, self._writer, diet, split, size, chance, easy=level < 2) for _ in range(diet.batch)]
+            yield collate(kind, rows, diet.length, self._writer.form.axes)
             step += 1
 
 

@@ -16,7 +16,7 @@ import torch
 
 from looseleaf.training.batches import KINDS, SEGMENTS, Diet, collate
 from looseleaf.training.loop import Pass
-from looseleaf.training.prompts import FILLERS, IGNORED, OPENERS, Draft, Sight, Writer
+from looseleaf.training.prompts import FILLERS, OPENERS, Draft, Sight, Writer
 from looseleaf.workloads.albums import HEADLINE, Album, headline_question, task_album
 from looseleaf.workloads.bounds import HELD_OUT
 from looseleaf.workloads.documents import Documents
@@ -64,6 +64,8 @@ def evaluate(
     family: str, forward: Pass, writer: Writer, diet: Diet, *, count: int = 512, tell: Callable[[str], None] = print
 ) -> list[dict[str, Any]]:
     """Accuracy by setting, task and hops over at least `count` questions each."""
+    torch.compiler.set_stance("force_eager")  # compiling again for a hundred passes would not pay
+    forward.flex = False
     rows = []
     tasks = [task for task in HEADLINE if task != "stream" or diet.streams]
     for setting in settings():
@@ -184,9 +186,8 @@ def _score_batch(forward: Pass, diet: Diet, writer: Writer, drafts: list[Draft],
     batch = collate("evaluation", drafts, diet.length, writer.form.axes).to(forward.device)
     with torch.autocast(forward.device, torch.bfloat16):
         logits, targets = forward(batch)
-    wanted = batch.targets.flatten() != IGNORED
-    rows = torch.arange(len(drafts), device=batch.ids.device)[:, None].expand_as(batch.ids).flatten()[wanted]
-    branches = rows * SEGMENTS + batch.segments.flatten()[wanted]
+    rows = batch.where // batch.ids.shape[1]
+    branches = rows * SEGMENTS + batch.segments.flatten()[batch.where]
     wrong = (logits.argmax(-1) != targets).long()
     size = len(drafts) * SEGMENTS
     counts = torch.bincount(branches, minlength=size)[: asked * SEGMENTS]

@@ -26,7 +26,7 @@ from looseleaf.training.corpus import corpus
 from looseleaf.training.families import Trainee
 from looseleaf.training.optimiser import Optimiser
 from looseleaf.training.painter import Painter
-from looseleaf.training.prompts import IGNORED, Writer, read_format
+from looseleaf.training.prompts import Writer, read_format
 from looseleaf.training.recipes import build_folder
 from looseleaf.workloads.bounds import TRAINED
 
@@ -34,9 +34,9 @@ DIETS: dict[str, Diet] = {
     "qwen2_5_vl": Diet(
         bounds=TRAINED["qwen2_5_vl"], length=1024, batch=128, pictures=0.56, clips=0.2, streams=0.16, lookups=0.08
     ),
-    "qwen3_vl": Diet(bounds=TRAINED["qwen3_vl"], length=1536, batch=80),
+    "qwen3_vl": Diet(bounds=TRAINED["qwen3_vl"], length=1536, batch=80, questions=0.7),
     "kimi_k25": Diet(bounds=TRAINED["kimi_k25"], length=1024, batch=128),
-    "deepseek_vl": Diet(bounds=TRAINED["deepseek_vl"], length=1536, batch=80),
+    "deepseek_vl": Diet(bounds=TRAINED["deepseek_vl"], length=1536, batch=80, questions=0.7),
 }
 WARM_STEPS = 100
 NOISE = 0.02
@@ -77,15 +77,14 @@ class Pass:
         embeds = trainee.embed(batch.ids)
         deep: list[Tensor] = []
         if len(batch.grounds):
-            images = self.painter.paint(batch.marks, batch.grounds, *batch.size)
+            images = self.painter.paint(batch.shapes, batch.letters, batch.grounds, *batch.size)
             if noise:
                 images = images + noise * torch.randn_like(images)
             features = trainee.features(images)
             embeds = trainee.fill(embeds, slots, features.rows.flatten(0, 1))
             deep = [one.flatten(0, 1) for one in features.deep]
         hidden = trainee.hidden(embeds, batch.positions, self.mask(batch), slots, deep)
-        where = (batch.targets.flatten() != IGNORED).nonzero()[:, 0]
-        return trainee.logits(hidden.flatten(0, 1)[where]), batch.targets.flatten()[where]
+        return trainee.logits(hidden.flatten(0, 1)[batch.where]), batch.targets.flatten()[batch.where]
 
 
 def train(
@@ -114,28 +113,32 @@ def train(
     log: list[dict[str, Any]] = []
     count = sum(one.numel() for one in trainee.model.parameters())
     tell(f"{family}: {count / 1e6:.1f} M parameters, ready after {time.perf_counter() - started:.0f} s")
-    step, last = 0, time.perf_counter()
+    step, waited, score = 0, 0.0, torch.zeros(2, len(KINDS), device=device)
     while True:
         spent = (time.perf_counter() - started) / (minutes * 60) if steps is None else step / steps
         if spent >= 1:
             break
+        asked = time.perf_counter()
         batch = next(batches).to(device)
+        waited += time.perf_counter() - asked
         now = rate * min(1.0, (step + 1) / WARM_STEPS) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * spent)))
         with torch.autocast(device, torch.bfloat16):
             logits, targets = forward(batch, noise=NOISE)
         loss = cross_entropy(logits.float(), targets)
         loss.backward()  # type: ignore[no-untyped-call]
         length = optimiser.step(now)
+        score += _right_by_kind(logits, targets, batch)
         step += 1
-        if step % 100 == 0 or step in (1, 2, 5, 20):
+        if step % 100 == 0 or step in (1, 20):
+            right, total = score.tolist()
             row = {"step": step, "s": round(time.perf_counter() - started, 1), "loss": round(loss.item(), 4),
                    "length": round(float(length), 2), "kind": batch.kind, "rate": now,
-                   "right": _by_kind(logits, targets, batch)}  # fmt: skip
+                   "right": {kind: round(r / t, 4) for kind, r, t in zip(KINDS, right, total, strict=True) if t}}  # fmt: skip
+            score.zero_()
             log.append(row)
-            if step % 500 == 0 or step < 21:
+            if step % 200 == 0 or step < 21:
                 shown = " ".join(f"{name} {value:.2f}" for name, value in row["right"].items())
-                tell(f"{step} {row['s']:.0f}s {(time.perf_counter() - last) / 500:.3f}s/step loss {row['loss']} {shown}")
-                last = time.perf_counter()
+                tell(f"{step} {row['s']:.0f}s waited {waited:.0f}s loss {row['loss']} {shown}")
     trainee.model.eval()
     trainee.save(out)
     record = {"family": family, "seed": seed, "minutes": minutes, "steps": step, "parameters": count,
@@ -154,12 +157,12 @@ def writer_of(trainee: Trainee) -> Writer:
 
 
 @torch.no_grad()
-def _by_kind(logits: Tensor, targets: Tensor, batch: Batch) -> dict[str, float]:
+def _right_by_kind(logits: Tensor, targets: Tensor, batch: Batch) -> Tensor:
+    """Answer tokens predicted right, and all: [2, kind]."""
+    kinds = batch.kinds.flatten()[batch.where]
     right = (logits.argmax(-1) == targets).float()
-    kinds = batch.kinds.flatten()[batch.targets.flatten() != IGNORED]
-    total = torch.bincount(kinds, minlength=len(KINDS)).cpu()
-    sums = torch.bincount(kinds, weights=right, minlength=len(KINDS)).cpu()
-    return {KINDS[at]: round(float(sums[at] / total[at]), 4) for at in range(len(KINDS)) if total[at]}
+    sums = torch.zeros(2, len(KINDS), device=logits.device)
+    return sums.index_add_(1, kinds, torch.stack([right, torch.ones_like(right)]))
 
 
 def plot(log: list[dict[str, Any]], path: Path) -> None:
@@ -167,8 +170,8 @@ def plot(log: list[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(9, 4), layout="constrained")
     loss, right = figure.subplots(1, 2)
     for kind in sorted({row["kind"] for row in log}):
-        rows = [row for row in log if row["kind"] == kind]
-        loss.plot([row["s"] for row in rows], [row["loss"] for row in rows], label=kind, linewidth=1)
+        ours = [row for row in log if row["kind"] == kind]
+        loss.plot([row["s"] for row in ours], [row["loss"] for row in ours], label=kind, linewidth=1)
     loss.set(xlabel="seconds", ylabel="loss", yscale="log")
     for name in ("colour", "shape", "code", "changed_cell", "value_of", "happened", "sign", "search"):
         rows = [row for row in log if name in row["right"]]

@@ -14,8 +14,8 @@ class Painter:
     def __init__(self, device: str | torch.device) -> None:
         self._sheets = [torch.tensor(sheet, device=device).float() / 255 for sheet in sheets()]
 
-    def paint(self, marks: Tensor, grounds: Tensor, height: int, width: int) -> Tensor:
-        """Pictures [n, 3, height, width] in 0..1 from marks [mark, 8] and grounds [n, 3].
+    def paint(self, shapes: Tensor, letters: Tensor, grounds: Tensor, height: int, width: int) -> Tensor:
+        """Pictures [n, 3, height, width] in 0..1 from marks [mark, 8] by sheet and grounds [n, 3].
 
         Marks do not overlap, so that adding each mark's share in any order gives the drawing; colours are rounded to
         whole levels as in an image file.
@@ -23,12 +23,8 @@ class Painter:
         room = SHAPE_BOX
         tall, wide, count = height + 2 * room, width + 2 * room, len(grounds)
         canvas = grounds.float().repeat_interleave(tall * wide, dim=0)
-        for number, sheet in enumerate(self._sheets):
-            ours = marks[marks[:, 1] == number].long()
-            if not len(ours):
-                continue
-            side = sheet.shape[-1]
-            offsets = torch.arange(side, device=marks.device)
+        for sheet, ours in zip(self._sheets, (shapes.long(), letters.long()), strict=True):
+            offsets = torch.arange(sheet.shape[-1], device=ours.device)
             rows = ours[:, 0, None] * tall + ours[:, 4, None] + room + offsets
             places = rows[:, :, None] * wide + (ours[:, 3, None] + room + offsets)[:, None, :]
             colours = ours[:, 5:].float() - grounds[ours[:, 0]].float()

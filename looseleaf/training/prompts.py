@@ -136,6 +136,17 @@ class Draft:
     tail: str = ""
     """What the next words must start with."""
 
+    def extend(self, other: Draft) -> None:
+        """Put another prompt behind: neither sees the other, and its positions are its own."""
+        first = len(self.sees)
+        self.ids += other.ids
+        self.segments += [first + one for one in other.segments]
+        self.targets += other.targets
+        self.kinds += other.kinds
+        self.positions += other.positions
+        self.pictures += other.pictures
+        self.sees += [{first + one for one in seen} for seen in other.sees]
+
     def segment(self, sees: set[int]) -> int:
         number = len(self.sees)
         self.sees.append(sees | {number})

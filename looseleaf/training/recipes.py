@@ -65,8 +65,7 @@ def _text(rope: Mapping[str, Any], **changes: Any) -> Mapping[str, Any]:
 def _qwen2_5_vl() -> Recipe:
     vision: dict[str, Any] = {"depth": 4, "hidden_size": 256, "intermediate_size": 512, "num_heads": 4}
     vision |= {"out_hidden_size": 384, "window_size": 112, "fullatt_block_indexes": [0, 1, 2, 3]}
-    # Sections are blocked, the last has the slowest frequencies: a small theta lets it still tell columns apart.
-    text = _text(_rope(500.0, mrope_section=[6, 13, 13]), intermediate_size=704)
+    text = _text(_rope(10_000.0, mrope_section=[8, 12, 12]), intermediate_size=704)
     template = templates.chatml_with_tools(**QWEN_VISUALS)
     return Recipe(
         family=replace(FAMILY["qwen2_5_vl"], template=template),

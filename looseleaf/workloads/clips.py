@@ -136,10 +136,13 @@ def _happen(chance: Random, state: dict[str, tuple[str, int]], unused: list[str]
 def _draw_frame(chance: Random, state: dict[str, tuple[str, int]], side: int, font: int, tag: str) -> Picture:
     sheet = blank(chance, side, side)
     large = side >= 200
-    sheet.write(tag, 3 + chance.randrange(4), -4 if not large else 0, font, 2 if large else 1)
-    head = 28 if large else 19
-    pitch = min((side - 2) // GRID, (side - head) // GRID)
-    left = chance.randrange(max(1, side - pitch * GRID))
+    sheet.write(tag, 2 + chance.randrange(3), -4 if not large else 0, font, 2 if large else 1, COLOURS["orange"])
+    head, edge = (28, 30) if large else (20, 20)
+    pitch = min((side - edge) // GRID, (side - head) // GRID)
+    left = edge + chance.randrange(max(1, side - edge - pitch * GRID))
+    for number in range(GRID):
+        sheet.write(str(number + 1), left + pitch * number + pitch // 2 - 6, head - 24, font, 0)
+        sheet.write(str(number + 1), left - 14, head + pitch * number + pitch // 2 - 15, font, 0)
     for shape, (colour, cell) in state.items():
         row, column = divmod(cell, GRID)
         middle = (left + pitch * column + pitch // 2, head + pitch * row + pitch // 2)

@@ -49,8 +49,8 @@ class Documents:
 
     def __init__(self, chance: Random, split: Split, size: Size) -> None:
         height, width = size
-        most = min(7, (height - 34) // 26)
-        count = chance.randint(max(3, most - 2), most)
+        most = min(7, (height - 34) // 26, split.most_lines)
+        count = chance.randint(max(1, min(3, most), most - 2), most)
         ids: dict[str, None] = {}
         while len(ids) < count:
             ids[chance.choice(LETTERS) + str(chance.randrange(10))] = None

@@ -54,12 +54,12 @@ class Sheet:
         left, top = middle_x - SHAPE_BOX // 2, middle_y - SHAPE_BOX // 2
         self._marks.append((0, shape_mask(name, size), left, top, *colour))
 
-    def write(self, words: str, left: int, top: int, font: int, size: int) -> int:
-        """Letters from left to right in ink; returns where the next would stand. `size` counts LETTER_SIZES."""
-        steps = advances()[font][size]
+    def write(self, words: str, left: int, top: int, font: int, size: int, ink: Colour | None = None) -> int:
+        """Letters from left to right; returns where the next would stand. `size` counts LETTER_SIZES."""
+        steps, ink = advances()[font][size], ink or self.ink
         for character in words:
             if character != " ":
-                self._marks.append((1, letter_mask(font, size, character), left, top, *self.ink))
+                self._marks.append((1, letter_mask(font, size, character), left, top, *ink))
             left += steps[character]
         return left
 

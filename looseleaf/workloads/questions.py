@@ -40,6 +40,8 @@ class Split:
     fonts: tuple[int, ...]
     grids: tuple[Size, ...]
     held_wordings: bool
+    most_lines: int = 99
+    """Lines of a page and entries of a legend, at most."""
 
     def chance(self, *seed: object) -> Random:
         """Random numbers of this split alone."""
@@ -59,6 +61,15 @@ def trained() -> Split:
         fonts=fonts()[0],
         grids=_GRIDS,
         held_wordings=False,
+    )
+
+
+def first_steps() -> tuple[Split, Split]:
+    """What training begins with: one or two shapes or lines a picture, then a few. Reading comes before finding."""
+    whole = trained()
+    return (
+        replace(whole, grids=((1, 1), (1, 2), (2, 1)), most_lines=2),
+        replace(whole, grids=((1, 2), (2, 2), (2, 3), (3, 2)), most_lines=4),
     )
 
 

@@ -16,7 +16,9 @@ from looseleaf.workloads.questions import CELLS, PICTURES, Phrases, Question, Si
 Cell = tuple[str, str]
 """A shape and its colour."""
 
-TAG_HEIGHT = 28
+TAG_HEIGHT, SIDE_WIDTH = 28, 46
+"""Room for a picture's letter, and for the numbers of columns and rows: a vision tower that knows no absolute positions
+(Qwen2.5-VL's) could not tell them otherwise."""
 
 _COLOUR = Phrases(
     usual=(
@@ -95,7 +97,7 @@ class Scenes:
         self.pictures: list[Picture] = []
         self._size, self._font = size, chance.choice(split.fonts)
         self._tags = chance.sample("ABCDEFGHJKLMNPRSTUVWXYZ", 8)
-        shapes = chance.sample(SHAPES, chance.randint(7, 12))
+        shapes = chance.sample(SHAPES, min(split.most_lines, chance.randint(7, 12)) if legend else 12)
         self.codes = {shape: str(chance.randrange(10)) for shape in shapes} if legend else {}
         if legend:
             self._draw_legend(chance)
@@ -178,7 +180,8 @@ class Scenes:
         self._draw_scene(Random(look), first)
         if not twice:
             return
-        places = sorted(chance.sample(range(len(cells)), 1 if chance.random() < 0.6 else chance.randint(2, 3)))
+        several = min(len(cells), chance.randint(2, 3))
+        places = sorted(chance.sample(range(len(cells)), 1 if chance.random() < 0.6 else several))
         later = list(cells)
         for at in places:
             while later[at] == cells[at]:
@@ -194,11 +197,15 @@ class Scenes:
     def _draw_scene(self, chance: Random, scene: Scene) -> None:
         height, width = self._size
         sheet = blank(chance, width, height)
-        sheet.write(scene.tag, 4 + chance.randrange(8), chance.randrange(3), self._font, 2)
-        pitch = min(56, (width - 8) // scene.columns, (height - TAG_HEIGHT - 4) // scene.rows)
+        sheet.write(scene.tag, 3 + chance.randrange(6), chance.randrange(3), self._font, 2)
+        pitch = min(56, (width - SIDE_WIDTH) // scene.columns, (height - TAG_HEIGHT - 2) // scene.rows)
         size = 2 if pitch >= 46 else 1 if pitch >= 36 else 0
-        left = 4 + chance.randrange(max(1, min(24, width - 8 - pitch * scene.columns)))
-        top = TAG_HEIGHT + chance.randrange(max(1, min(16, height - TAG_HEIGHT - 4 - pitch * scene.rows)))
+        left = SIDE_WIDTH + chance.randrange(max(1, min(24, width - SIDE_WIDTH - pitch * scene.columns)))
+        top = TAG_HEIGHT + chance.randrange(max(1, min(16, height - TAG_HEIGHT - 2 - pitch * scene.rows)))
+        for column in range(scene.columns):
+            sheet.write(str(column + 1), left + pitch * column + pitch // 2 - 6, top - 26, self._font, 0)
+        for row in range(scene.rows):
+            sheet.write(str(row + 1), left - 16, top + pitch * row + pitch // 2 - 15, self._font, 0)
         for at, (shape, colour) in enumerate(scene.cells):
             row, column = divmod(at, scene.columns)
             middle = (left + pitch * column + pitch // 2, top + pitch * row + pitch // 2)
