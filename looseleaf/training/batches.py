@@ -30,8 +30,8 @@ from looseleaf.workloads.questions import Size, Split, first_steps, trained
 from looseleaf.workloads.streams import Stream
 
 KINDS = (
-    "other", "colour", "shape", "legend", "code", "no_code", "list_colours", "list_shapes", "list_codes", "list_legend",
-    "changed_cell", "changed_to", "list_changes", "id_of", "value_of_id", "value_of", "no_name", "list_ids",
+    "other", "colour", "shape", "tag", "colour_of", "where", "legend", "legend_cell", "code", "no_code", "list_colours", "list_shapes", "list_codes", "list_legend",
+    "changed_cell", "changed_to", "list_changes", "line", "id_of", "value_of_id", "value_of", "no_name", "list_ids",
     "list_values", "list_matches", "frame_colour", "frame_shape", "list_frame", "happened", "when", "story",
     "first_event", "sign", "sign_chain", "list_signs", "search", "found",
 )  # fmt: skip
@@ -39,7 +39,7 @@ SEGMENTS = 160
 """Room in the table of who sees whom."""
 LEAST = 120
 """Tokens of questions behind an album, at least."""
-EASY = (200, 500)
+EASY = (400, 1200)
 """Up to the first batch pictures show one or two things, up to the second a few, and prompts have one or two pictures:
 what a picture shows must be read before it can be found by its name among others. Without this nothing was learned in
 600 steps."""
@@ -65,10 +65,12 @@ def make_row(kind: str, writer: Writer, diet: Diet, split: Split, size: Size, ch
     """Prompts of one kind, one behind the other, until a row of the batch is full; none sees another."""
     row = Draft(axes=writer.form.axes)
     misses = 0
-    while misses < 4:
+    make = _lookup_draft if kind == "lookups" else _album_draft
+    while misses < 2:
         room, segments = diet.length - len(row.ids), SEGMENTS - len(row.sees)
-        make = _lookup_draft if kind == "lookups" else _album_draft
-        draft = make(kind, writer, diet, split, size, chance, room, easy or misses > 1)
+        if room < 2 * LEAST:
+            break
+        draft = make(kind, writer, diet, split, size, chance, room, easy)
         if draft is None or len(draft.sees) > segments:
             misses += 1
         else:
@@ -81,15 +83,16 @@ def _album_draft(
 ) -> Draft | None:
     """An album and about as many tokens of questions as it has itself; None where there is no room for it."""
     bounds = diet.bounds
-    most = 2 if easy else 99
+    rows, columns = writer.form.grid(*(size if kind == "pictures" else (bounds.frame_side, bounds.frame_side)))
+    most = min(2 if easy else 99, max(1, (room - LEAST) // (rows * columns + 6)))
     if kind == "pictures":
         counts = [1] if easy and chance.random() < 0.5 else [one for one in bounds.counts if one <= most]
         album = mixed_album(chance, split, size, chance.choice(counts))
     elif kind == "clips":
-        frames = chance.choice([one for one in bounds.clip_frames if one <= most])
+        frames = chance.choice([one for one in bounds.clip_frames if one <= most] or [bounds.clip_frames[0]])
         album = Album(chance, [Clip(chance, split, bounds.frame_side, frames=frames)])
     else:
-        frames = chance.choice(bounds.stream_frames[: 2 if easy else None])
+        frames = chance.choice([one for one in bounds.stream_frames[: 2 if easy else None] if one <= most] or [bounds.stream_frames[0]])
         needles = chance.randint(2, frames // 3)
         album = Album(chance, [Stream(chance, split, bounds.frame_side, frames=frames, needles=needles)])
     sight = _sight(kind, album, chance)

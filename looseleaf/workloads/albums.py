@@ -73,7 +73,7 @@ def mixed_album(chance: Random, split: Split, size: Size, count: int) -> Album:
     text: list[World] = []
     if count >= 2 and chance.random() < (0.5 if count > 2 else 0.4):
         worlds.append(Documents(chance, split, size))
-        if chance.random() < 0.12:
+        if chance.random() < 0.25:
             text.append(worlds[0])
     rest = count - 2 * len(worlds)
     if rest:

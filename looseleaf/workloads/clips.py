@@ -57,7 +57,7 @@ class Clip:
             self.states.append(state)
             self.pictures.append(_draw_frame(Random(look), state, side, font, str(number + 1)))
         self.absorbed = list(range(frames - 1))
-        self.kinds = {"frame_colour": 1.0, "frame_shape": 1.0, "list_frame": 2.0}
+        self.kinds = {"frame_colour": 2.0, "frame_shape": 1.0, "list_frame": 2.0}
         if frames > 1:
             self.kinds |= {"happened": 3.0, "when": 2.0, "story": 4.0}
         if frames > 2:

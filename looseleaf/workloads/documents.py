@@ -35,6 +35,10 @@ _VALUE_OF = Phrases(
            "Which {second} belongs to {name}?"),
     held=("Which is the {second} of {name}?", "Tell me which {second} {name} has."),
 )  # fmt: skip
+_LINE = Phrases(
+    usual=("Read line {line} of the page with the {field}.", "What is on line {line} of the page with the {field}?"),
+    held=("What does line {line} of the page with the {field} show?",),
+)
 _LIST_IDS = Phrases(usual=("Read the {first} of each name.", "List each {first}."), held=("List the {first} of each name.",))
 _LIST_VALUES = Phrases(usual=("Read the {second} of each {first}.", "List each {second}."),
                        held=("List the {second} of each {first}.",))  # fmt: skip
@@ -68,7 +72,7 @@ class Documents:
             _draw_page(chance, size, font, (self.first, self.second), list(self.value_of.items())),
         ]
         self.absorbed = [0]
-        self.kinds = {"id_of": 1.0, "value_of_id": 1.0, "value_of": 3.0, "no_name": 0.4}
+        self.kinds = {"line": 1.0, "id_of": 1.5, "value_of_id": 1.5, "value_of": 3.0, "no_name": 0.4}
         self.kinds |= {"list_ids": 2.0, "list_values": 2.0, "list_matches": 4.0}
 
     def texts(self) -> tuple[str, str]:
@@ -81,7 +85,12 @@ class Documents:
     def ask(self, kind: str, chance: Random, split: Split) -> Question:
         words = {"first": self.first, "second": self.second}
         name, one = chance.choice(list(self.id_of.items()))
+        page = chance.randrange(2)
         match kind:
+            case "line":
+                line, (left, right) = chance.choice(list(enumerate((self.id_of, self.value_of)[page].items(), 1)))
+                found, answer = _LINE, f"{left} {right}"
+                words |= {"line": str(line), "field": ("name", self.second)[page]}
             case "id_of":
                 found, answer = _ID_OF, one
                 words["name"] = name
@@ -103,7 +112,7 @@ class Documents:
                 answer = ", ".join(f"{self.name_of[one]} {value}" for one, value in self.value_of.items())
         text = found.pick(chance, split).format(**words)
         hops = 2 if kind in ("value_of", "list_matches") else 1
-        needs = {"id_of": (0,), "list_ids": (0,), "value_of_id": (1,), "list_values": (1,)}.get(kind, (0, 1))
+        needs = {"line": (page,), "id_of": (0,), "list_ids": (0,), "value_of_id": (1,), "list_values": (1,)}.get(kind, (0, 1))
         carriers = (1,) if hops == 2 else needs
         return Question("documents", kind, text, answer, hops, needs, carriers)
 
@@ -113,8 +122,9 @@ def _draw_page(
 ) -> Picture:
     height, width = size
     sheet = blank(chance, width, height)
-    left = 6 + chance.randrange(10)
-    middle = left + 84 + chance.randrange(16)
+    edge = 3 + chance.randrange(6)
+    left = edge + 18
+    middle = min(left + 82 + chance.randrange(14), width - 64)
     top = chance.randrange(4)
     sheet.write(heads[0], left, top, font, 0)
     sheet.write(heads[1], middle, top, font, 0)
@@ -123,6 +133,7 @@ def _draw_page(
     assert size_of_letters < len(LETTER_SIZES)
     for number, (one, other) in enumerate(lines):
         y = top + 26 + step * number
+        sheet.write(str(number + 1), edge, y + 1, font, 0)
         sheet.write(one, left, y, font, size_of_letters)
         sheet.write(other, middle, y, font, size_of_letters)
     return sheet.finish()

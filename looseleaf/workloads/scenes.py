@@ -51,6 +51,26 @@ _LEGEND = Phrases(
     ),
     held=("Which code has the {shape}?", "By the key, what is the code of the {shape}?"),
 )  # fmt: skip
+_LEGEND_CELL = Phrases(
+    usual=("Which code does the key show at {cell}?", "What is the code at {cell} of the key?",
+           "Tell me the code at {cell} of the key."),
+    held=("Which code is at {cell} of the key?",),
+)  # fmt: skip
+_TAG = Phrases(
+    usual=("Which picture shows a {thing} at {cell}?", "In which image is a {thing} at {cell}?",
+           "Tell me the picture with a {thing} at {cell}."),
+    held=("In which picture is a {thing} at {cell}?",),
+)  # fmt: skip
+_COLOUR_OF = Phrases(
+    usual=("What colour is the {shape} in {picture}?", "Which colour does the {shape} of {picture} have?",
+           "In {picture}, what is the colour of the {shape}?"),
+    held=("In {picture}, which colour does the {shape} have?",),
+)  # fmt: skip
+_WHERE = Phrases(
+    usual=("Where in {picture} is the {thing}?", "In {picture}, where is the {thing}?",
+           "Tell me the cell of {picture} with the {thing}."),
+    held=("Tell me where the {thing} is in {picture}.",),
+)  # fmt: skip
 _CHANGED = Phrases(
     usual=(
         "Which cell changed between {before} and {after}?", "Which cell of {after} is not as in {before}?",
@@ -71,7 +91,7 @@ _LIST_SHAPES = Phrases(usual=("List the shapes of {picture}.", "Give all shapes 
                        held=("List all shapes of {picture}.",))  # fmt: skip
 _LIST_CODES = Phrases(usual=("List the codes of {picture}.", "Give all codes of {picture}, row by row."),
                       held=("List all codes of {picture}.",))  # fmt: skip
-_LIST_LEGEND = Phrases(usual=("Read the key.", "List the key."), held=("Read out the key.",))
+_LIST_LEGEND = Phrases(usual=("Read the key.", "List all codes of the key."), held=("List the codes of the key.",))
 _LIST_CHANGES = Phrases(usual=("Compare {after} with {before}, cell by cell.", "Is each cell of {after} as in {before}?"),
                         held=("Compare each cell of {after} with {before}.",))  # fmt: skip
 
@@ -107,7 +127,8 @@ class Scenes:
         for number in range(pairs + singles):
             self._add_scene(chance, split, list(shapes), twice=number < pairs)
         self.absorbed = [0] * legend + [before.place for before, _, _ in self.changes]
-        self.kinds = {"colour": 1.0, "shape": 1.0, "list_colours": 1.0, "list_shapes": 1.5}
+        self.kinds = {"colour": 1.0, "shape": 1.0, "tag": 1.0, "colour_of": 1.0, "where": 1.0}
+        self.kinds |= {"list_colours": 1.0, "list_shapes": 1.5}
         if not self.scenes:
             self.kinds = {}
         elif legend:
@@ -115,15 +136,17 @@ class Scenes:
         else:
             self.kinds["no_code"] = 0.4
         if legend:
-            self.kinds |= {"legend": 1.0, "list_legend": 1.0}
+            self.kinds |= {"legend": 1.5, "legend_cell": 1.0, "list_legend": 1.5}
         if self.changes:
             self.kinds["list_changes"] = 3.0
         if any(len(places) == 1 for _, _, places in self.changes):
             self.kinds |= {"changed_cell": 2.0, "changed_to": 2.0}
 
     def ask(self, kind: str, chance: Random, split: Split) -> Question:
-        if kind in ("legend", "list_legend"):
+        if kind in ("legend", "legend_cell", "list_legend"):
             return self._ask_legend(kind, chance, split)
+        if kind in ("tag", "colour_of", "where"):
+            return self._ask_thing(kind, chance, split)
         if kind in ("changed_cell", "changed_to", "list_changes"):
             return self._ask_change(kind, chance, split)
         scene = chance.choice(self.scenes)
@@ -152,8 +175,39 @@ class Scenes:
         if kind == "list_legend":
             text = _LIST_LEGEND.pick(chance, split)
             return Question("legend", kind, text, ", ".join(f"{s} {c}" for s, c in self.codes.items()), 1, (0,), (0,))
-        shape, code = chance.choice(list(self.codes.items()))
+        at = chance.randrange(len(self.codes))
+        shape, code = list(self.codes.items())[at]
+        if kind == "legend_cell":
+            row, column = divmod(at, self._legend_columns)
+            cell = CELLS.pick(chance, split).format(row=row + 1, column=column + 1)
+            return Question("legend", kind, _LEGEND_CELL.pick(chance, split).format(cell=cell), code, 1, (0,), (0,))
         return Question("legend", kind, _LEGEND.pick(chance, split).format(shape=shape), code, 1, (0,), (0,))
+
+    def _ask_thing(self, kind: str, chance: Random, split: Split) -> Question:
+        """A question that finds something by its looks; where nothing is the only one of its kind, one by its place."""
+        scene = chance.choice(self.scenes)
+        at = chance.randrange(len(scene.cells))
+        shape, colour = scene.cells[at]
+        cell = {"row": at // scene.columns + 1, "column": at % scene.columns + 1}
+        rivals = {
+            "tag": sum(self._shows(other, cell, scene.cells[at]) for other in self.scenes),
+            "colour_of": sum(other == shape for other, _ in scene.cells),
+            "where": scene.cells.count(scene.cells[at]),
+        }[kind]
+        if rivals > 1:
+            return self.ask("colour", chance, split)
+        place = CELLS.pick(chance, split).format(**cell)
+        picture = PICTURES.pick(chance, split).format(tag=scene.tag)
+        phrases = {"tag": _TAG, "colour_of": _COLOUR_OF, "where": _WHERE}[kind]
+        words = {"picture": picture, "cell": place, "shape": shape, "thing": f"{colour} {shape}"}
+        answer = {"tag": scene.tag, "colour_of": colour, "where": "row {row}, column {column}".format(**cell)}[kind]
+        text = phrases.pick(chance, split).format(**words)
+        return Question("legend", kind, text, answer, 1, (scene.place,), (scene.place,))
+
+    @staticmethod
+    def _shows(scene: Scene, cell: dict[str, int], thing: Cell) -> bool:
+        row, column = cell["row"] - 1, cell["column"] - 1
+        return row < scene.rows and column < scene.columns and scene.cells[row * scene.columns + column] == thing
 
     def _ask_change(self, kind: str, chance: Random, split: Split) -> Question:
         single = [change for change in self.changes if len(change[2]) == 1]
@@ -216,19 +270,22 @@ class Scenes:
     def _draw_legend(self, chance: Random) -> None:
         height, width = self._size
         sheet = blank(chance, width, height)
-        end = sheet.write(self._tags.pop(), 4 + chance.randrange(8), chance.randrange(3), self._font, 2)
-        sheet.write("key", end + 12, 0, self._font, 2)
-        columns = 3 if width < 200 or (height >= 220 and width < 250 and chance.random() < 0.6) else 4
+        sheet.write(self._tags.pop(), 3 + chance.randrange(6), chance.randrange(3), self._font, 2)
+        self._legend_columns = columns = 2 if width < 190 else 3
         rows = -(-len(self.codes) // columns)
-        wide, high = min(72, (width - 4) // columns), min(50, (height - TAG_HEIGHT - 2) // rows)
-        size = 1 if wide >= 60 and high >= 40 else 0
-        left, top = 2 + chance.randrange(3), TAG_HEIGHT + chance.randrange(3)
+        wide, high = min(68, (width - SIDE_WIDTH) // columns), min(50, (height - TAG_HEIGHT - 2) // rows)
+        size = 1 if wide >= 56 and high >= 36 else 0
+        reach = (30, 37)[size]
+        left, top = SIDE_WIDTH - chance.randrange(6), TAG_HEIGHT
+        for column in range(min(columns, len(self.codes))):
+            sheet.write(str(column + 1), left + wide * column + reach // 2 - 6, top - 26, self._font, 0)
+        for row in range(rows):
+            sheet.write(str(row + 1), left - 18, top + high * row + high // 2 - 15, self._font, 0)
         for at, (shape, code) in enumerate(self.codes.items()):
             row, column = divmod(at, columns)
             x, y = left + wide * column, top + high * row + high // 2
-            reach = (30, 36)[size]
             sheet.shape(shape, sheet.ink, x + reach // 2 - 1, y, size)
-            sheet.write(code, x + reach, y - 14, self._font, 2)
+            sheet.write(code, x + reach - 1, y - 14, self._font, 2)
         self.pictures.append(sheet.finish())
 
 
