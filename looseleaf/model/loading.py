@@ -1,4 +1,4 @@
-"""Opening a model: a folder, a hub id or `tiny:FAMILY` → an Adapter, checked before it serves anything.
+"""Opening a model: a folder, a hub id, `embedded:` or `tiny:` and a name → an Adapter, checked before it serves.
 
 transformers does the loading (safetensors, dtype, device map, revision); this file says clearly what went wrong when it
 cannot, and refuses what `model/probe.py` refuses.
@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from looseleaf.errors import ConfigError, ModelLoadError
 from looseleaf.model.adapter import Adapter
+from looseleaf.model.embedded import embedded_folder
 from looseleaf.model.family import family_of
 from looseleaf.model.probe import build_decoder, check_config
 from looseleaf.model.processors import load_processor
@@ -43,6 +44,8 @@ def load_adapter(
         with tempfile.TemporaryDirectory() as folder:
             path = build_tiny(family, Path(folder) / family)
             return load_adapter(path, device=device, dtype=dtype, max_length=max_length, tell=tell)
+    if str(source).startswith("embedded:"):
+        source = embedded_folder(str(source).removeprefix("embedded:"))
     name = str(source)
     chosen = _dtype(dtype)
     hub = {} if revision is None else {"revision": revision}

@@ -8,7 +8,6 @@ whatever it is. What this file does not know: masks' meaning, models.
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
@@ -51,28 +50,20 @@ def attend_text(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | BlockMask | None,
+    attention_mask: Tensor | None,
     *,
     scaling: float,
     **_unused: Any,
 ) -> tuple[Tensor, None]:
-    """Attention under a BlockMask by flex_attention, under a mask [batch, 1, query, key], true where seen, by SDPA.
+    """Attention under a mask [batch, 1, query, key], true where seen.
 
     query [batch, head, token, dim]; key and value [batch, key head, token, dim]; returns [batch, token, head, dim].
-    flex_attention is fast only where the layer around it is compiled.
     """
     assert attention_mask is not None, "training always says what may be seen"
-    # Rotation lifts queries and keys to fp32 under autocast, which flex_attention does not undo.
+    # Rotation lifts queries and keys to fp32 under autocast.
     query, key = query.to(value.dtype), key.to(value.dtype)
-    grouped = query.shape[1] != key.shape[1]
-    if isinstance(attention_mask, BlockMask):
-        # MLA's values are a slice of a wider tensor, which the compiled kernel misreads (torch 2.13 on the CPU: hidden
-        # states off by their whole size).
-        value = value.contiguous()
-        seen = flex_attention(query, key, value, block_mask=attention_mask, scale=scaling, enable_gqa=grouped)
-    else:
-        seen = scaled_dot_product_attention(
-            query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=grouped
-        )
-    assert isinstance(seen, Tensor)
+    # Kernels that take a mask do not take groups.
+    groups = query.shape[1] // key.shape[1]
+    key, value = (one.repeat_interleave(groups, dim=1) if groups > 1 else one for one in (key, value))
+    seen = scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
     return seen.transpose(1, 2).contiguous(), None

@@ -19,18 +19,29 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from looseleaf.training.prompts import (
-    BETWEEN, FILLERS, HARMLESS, IGNORED, OPENERS, Draft, Sight, Writer, other_question, pick_question,
+    BETWEEN,
+    FILLERS,
+    HARMLESS,
+    IGNORED,
+    OPENERS,
+    Draft,
+    Sight,
+    Writer,
+    other_question,
+    pick_question,
 )  # fmt: skip
 from looseleaf.workloads.albums import Album, mixed_album
 from looseleaf.workloads.bounds import Bounds
 from looseleaf.workloads.clips import Clip
 from looseleaf.workloads.documents import Documents
 from looseleaf.workloads.lookups import look_up
+from looseleaf.workloads.pictures import Colour
 from looseleaf.workloads.questions import Size, Split, first_steps, trained
 from looseleaf.workloads.streams import Stream
 
 KINDS = (
-    "other", "colour", "shape", "tag", "colour_of", "where", "legend", "legend_cell", "code", "no_code", "list_colours", "list_shapes", "list_codes", "list_legend",
+    "other", "colour", "shape", "tag", "colour_of", "where", "legend", "legend_cell", "code", "no_code",
+    "list_colours", "list_shapes", "list_codes", "list_legend",
     "changed_cell", "changed_to", "list_changes", "line", "id_of", "value_of_id", "value_of", "no_name", "list_ids",
     "list_values", "list_matches", "frame_colour", "frame_shape", "list_frame", "happened", "when", "story",
     "first_event", "sign", "sign_chain", "list_signs", "search", "found",
@@ -92,7 +103,9 @@ def _album_draft(
         frames = chance.choice([one for one in bounds.clip_frames if one <= most] or [bounds.clip_frames[0]])
         album = Album(chance, [Clip(chance, split, bounds.frame_side, frames=frames)])
     else:
-        frames = chance.choice([one for one in bounds.stream_frames[: 2 if easy else None] if one <= most] or [bounds.stream_frames[0]])
+        frames = chance.choice(
+            [one for one in bounds.stream_frames[: 2 if easy else None] if one <= most] or [bounds.stream_frames[0]]
+        )
         needles = chance.randint(2, frames // 3)
         album = Album(chance, [Stream(chance, split, bounds.frame_side, frames=frames, needles=needles)])
     sight = _sight(kind, album, chance)
@@ -186,7 +199,9 @@ def _lookup_draft(
             more, its_call = look_up(library, chance, split)
             if known.intersection(more.text.replace("?", " ").replace(".", " ").split()):
                 continue
-            ids, spans = writer.branch([(draft.tail + chance.choice(BETWEEN) + more.text, its_call, KINDS.index("search"))])
+            ids, spans = writer.branch(
+                [(draft.tail + chance.choice(BETWEEN) + more.text, its_call, KINDS.index("search"))]
+            )
             writer.ask(draft, seen, ids, spans)
         return _fill(draft, seen, writer, album, split, sight, room, diet.questions, chance)
     flow = draft.segment(set(seen))
@@ -239,8 +254,11 @@ class Batch:
         return self._each(Tensor.pin_memory)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        values = {one.name: getattr(self, one.name) for one in fields(self)}
-        return Batch(**{name: change(value) if isinstance(value, Tensor) else value for name, value in values.items()})
+        values: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
+        changed: dict[str, Any] = {
+            name: change(value) if isinstance(value, Tensor) else value for name, value in values.items()
+        }
+        return Batch(**changed)
 
 
 def collate(kind: str, drafts: Sequence[Draft], length: int, axes: int) -> Batch:
@@ -250,7 +268,8 @@ def collate(kind: str, drafts: Sequence[Draft], length: int, axes: int) -> Batch
     targets, kinds = np.full((count, length), IGNORED, np.int64), np.full((count, length), -1, np.int64)
     positions = np.zeros((axes, count, length), np.int64)
     sees = np.zeros((count, SEGMENTS + 1, SEGMENTS + 1), bool)
-    marks, grounds = [], []
+    marks: list[Any] = []
+    grounds: list[Colour] = []
     for row, draft in enumerate(drafts):
         used = len(draft.ids)
         ids[row, :used], segments[row, :used] = draft.ids, draft.segments

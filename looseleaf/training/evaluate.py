@@ -65,7 +65,6 @@ def evaluate(
 ) -> list[dict[str, Any]]:
     """Accuracy by setting, task and hops over at least `count` questions each."""
     torch.compiler.set_stance("force_eager")  # compiling again for a hundred passes would not pay
-    forward.flex = False
     rows = []
     tasks = [task for task in HEADLINE if task != "stream" or diet.streams]
     for setting in settings():
@@ -75,13 +74,17 @@ def evaluate(
                 if setting.evict and hops == 1:
                     continue
                 right, total = _score(family, forward, writer, diet, setting, task, hops, count)
-                rows.append({"setting": setting.name, "task": task, "hops": hops, "n": total, "right": right / max(1, total)})
+                rows.append(
+                    {"setting": setting.name, "task": task, "hops": hops, "n": total, "right": right / max(1, total)}
+                )
                 shown.append(f"{task}-{hops} {right / max(1, total):.3f}")
         tell(f"{setting.name:15s} " + "  ".join(shown))
     if diet.lookups:
         for kind in ("search", "found", "plain"):
             right, total = _score_drafts(forward, diet, writer, _lookups(kind, writer, diet, family, count))
-            rows.append({"setting": "reprefill", "task": f"lookup {kind}", "hops": 1, "n": total, "right": right / total})
+            rows.append(
+                {"setting": "reprefill", "task": f"lookup {kind}", "hops": 1, "n": total, "right": right / total}
+            )
             tell(f"lookup {kind} {right / total:.3f}")
     return rows
 
@@ -100,7 +103,11 @@ def _drafts(
     for number in range(4 * count):
         chance = setting.split.chance(task, hops, number)
         # one size a batch: the painter draws pictures of one size together
-        size = (bounds.frame_side,) * 2 if task in ("clip", "stream") else bounds.sizes[written // diet.batch % len(bounds.sizes)]
+        size = (
+            (bounds.frame_side,) * 2
+            if task in ("clip", "stream")
+            else bounds.sizes[written // diet.batch % len(bounds.sizes)]
+        )
         album = task_album(task, chance, setting.split, size, chance.choice(counts))
         questions = list(_questions(task, hops, album, chance, setting.split))
         if not questions:
@@ -131,7 +138,9 @@ def _lay_out(writer: Writer, album: Album, sight: Sight, setting: Setting, chanc
     words = LONG.split()
     gaps = [chance.choice(OPENERS) + LONG * setting.preamble]
     for _ in album.entries[1:]:
-        gaps.append(" " + " ".join(chance.choices(words, k=setting.gap)) + " " if setting.gap else chance.choice(FILLERS))
+        gaps.append(
+            " " + " ".join(chance.choices(words, k=setting.gap)) + " " if setting.gap else chance.choice(FILLERS)
+        )
     jumps = [setting.jump] * len(album.entries)
     return writer.lay_out(album.entries, sight, gaps, jumps=jumps)
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask
 from transformers import AutoModelForImageTextToText
 
 from looseleaf.errors import PromptError
@@ -48,7 +47,7 @@ class Trainee:
         dtype: torch.dtype = torch.float32,
         text_attention: str = attention.TEXT,
     ) -> Trainee:
-        """Load the model in `folder`. `text_attention` is ours or one of transformers' (`sdpa`, `flex_attention`)."""
+        """Load the model in `folder`. `text_attention` is ours or one of transformers' (`sdpa`)."""
         attention.register()
         loaded: Any = AutoModelForImageTextToText.from_pretrained(
             folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True
@@ -127,15 +126,15 @@ class Trainee:
         self,
         embeds: Tensor,
         positions: Tensor,
-        mask: Tensor | BlockMask,
+        mask: Tensor,
         image_slots: Tensor | None = None,
         deep: Sequence[Tensor] = (),
     ) -> Tensor:
         """The text model's last hidden states [batch, token, width], behind its final norm.
 
-        embeds [batch, token, width]; positions [axis, batch, token]; mask [batch, 1, token, token], true where seen, or
-        a BlockMask; image_slots [batch, token], true where visual rows stand; deep, deepstack's rows [row, width] in
-        the slots' order, one tensor for each of the first layers.
+        embeds [batch, token, width]; positions [axis, batch, token]; mask [batch, 1, token, token], true where seen;
+        image_slots [batch, token], true where visual rows stand; deep, deepstack's rows [row, width] in the slots'
+        order, one tensor for each of the first layers.
         """
         extra: dict[str, Any] = {}
         if deep:

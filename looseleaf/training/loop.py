@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.nn.functional import cross_entropy
 
-from looseleaf.training.batches import KINDS, SEGMENTS, Batch, Diet, load_batches
+from looseleaf.training.batches import KINDS, Batch, Diet, load_batches
 from looseleaf.training.corpus import corpus
 from looseleaf.training.families import Trainee
 from looseleaf.training.optimiser import Optimiser
@@ -46,29 +45,17 @@ NOISE = 0.02
 class Pass:
     """One forward over a batch: paint, look, read, predict."""
 
-    def __init__(self, trainee: Trainee, diet: Diet, device: str, *, flex: bool) -> None:
-        self.trainee, self.device, self.flex = trainee, device, flex
+    def __init__(self, trainee: Trainee, device: str) -> None:
+        self.trainee, self.device = trainee, device
         self.painter = Painter(device)
-        # flex_attention is compiled around these: what they hold changes, they do not
-        segments = torch.zeros(diet.batch, diet.length, dtype=torch.int32, device=device)
-        sees = torch.zeros(diet.batch, SEGMENTS + 1, SEGMENTS + 1, dtype=torch.bool, device=device)
 
-        def seen_at(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return (query >= key) & sees[b, segments[b, query], segments[b, key]]
-
-        self._segments, self._sees, self._seen_at = segments, sees, seen_at
-
-    def mask(self, batch: Batch) -> Tensor | BlockMask:
-        """Who sees whom, token by token: what stands before it in a segment it sees."""
+    def mask(self, batch: Batch) -> Tensor:
+        """Who sees whom [batch, 1, token, token]: what stands before it in a segment it sees."""
         rows, length = batch.ids.shape
-        if not self.flex:
-            place = torch.arange(length, device=self.device)
-            number = torch.arange(rows, device=self.device)[:, None, None]
-            seen = batch.sees[number, batch.segments[:, :, None], batch.segments[:, None, :]]
-            return (seen & (place[:, None] >= place))[:, None]
-        self._segments.copy_(batch.segments)
-        self._sees.copy_(batch.sees)
-        return create_block_mask(self._seen_at, rows, None, length, length, device=self.device, _compile=True)
+        place = torch.arange(length, device=self.device)
+        number = torch.arange(rows, device=self.device)[:, None, None]
+        seen = batch.sees[number, batch.segments[:, :, None], batch.segments[:, None, :]]
+        return (seen & (place[:, None] >= place))[:, None]
 
     def __call__(self, batch: Batch, *, noise: float = 0.0) -> tuple[Tensor, Tensor]:
         """Logits [target, vocabulary] where the batch has targets, and the targets [target]."""
@@ -89,7 +76,7 @@ class Pass:
 
 def train(
     family: str, out: Path, *, seed: int, minutes: float, device: str = "cuda", workers: int = 14, muon: bool = True,
-    flex: bool = True, compiled: bool = True, rate: float = 1e-3, diet: Diet | None = None,
+    compiled: bool = True, rate: float = 1e-3, diet: Diet | None = None,
     tell: Callable[[str], None] = print, steps: int | None = None,
 ) -> tuple[Trainee, Writer, Pass]:  # fmt: skip
     """Train `family` into `out` for `minutes`, compilation included, or for `steps`."""
@@ -102,12 +89,8 @@ def train(
     writer = writer_of(trainee)
     batches: Iterator[Batch] = load_batches(writer, diet, seed=seed, workers=workers)
     if compiled:
-        torch._dynamo.config.recompile_limit = 64
-        for block in trainee.tower.blocks:
-            block.compile(dynamic=True)
-        for layer in trainee.text.layers:
-            layer.compile(dynamic=False)
-    forward = Pass(trainee, diet, device, flex=flex)
+        compile_blocks(trainee)
+    forward = Pass(trainee, device)
     trainee.model.train()
     optimiser = Optimiser(trainee.model.named_parameters(), muon=muon)
     log: list[dict[str, Any]] = []
@@ -131,13 +114,15 @@ def train(
         step += 1
         if step % 100 == 0 or step in (1, 20):
             right, total = score.tolist()
-            row = {"step": step, "s": round(time.perf_counter() - started, 1), "loss": round(loss.item(), 4),
-                   "length": round(float(length), 2), "kind": batch.kind, "rate": now,
-                   "right": {kind: round(r / t, 4) for kind, r, t in zip(KINDS, right, total, strict=True) if t}}  # fmt: skip
+            known = {kind: round(r / t, 4) for kind, r, t in zip(KINDS, right, total, strict=True) if t}
+            row: dict[str, Any] = {
+                "step": step, "s": round(time.perf_counter() - started, 1), "loss": round(loss.item(), 4),
+                "length": round(float(length), 2), "kind": batch.kind, "rate": now, "right": known,
+            }  # fmt: skip
             score.zero_()
             log.append(row)
             if step % 200 == 0 or step < 21:
-                shown = " ".join(f"{name} {value:.2f}" for name, value in row["right"].items())
+                shown = " ".join(f"{name} {value:.2f}" for name, value in known.items())
                 tell(f"{step} {row['s']:.0f}s waited {waited:.0f}s loss {row['loss']} {shown}")
     trainee.model.eval()
     trainee.save(out)
@@ -146,6 +131,15 @@ def train(
     (out / "training.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
     plot(log, out / "training.png")
     return trainee, writer, forward
+
+
+def compile_blocks(trainee: Trainee) -> None:
+    """Compile every block in place; equal blocks share what is compiled."""
+    torch._dynamo.config.recompile_limit = 64
+    for block in trainee.tower.blocks:
+        block.compile(dynamic=True)  # the number of pictures changes from batch to batch
+    for layer in trainee.text.layers:
+        layer.compile(dynamic=False)
 
 
 def writer_of(trainee: Trainee) -> Writer:

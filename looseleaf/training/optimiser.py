@@ -1,6 +1,7 @@
 """Muon for the matrices of the blocks, AdamW for everything else, as one optimiser.
 
-Muon steps along the nearest orthogonal matrix to the momentum (Jordan et al., 2024). Matrices of one shape are orthogonalised together.
+Muon steps along the nearest orthogonal matrix to the momentum (Jordan et al., 2024). Matrices of one shape are
+orthogonalised together.
 """
 
 from __future__ import annotations
@@ -16,9 +17,15 @@ DECAY = 0.02
 SIZE = 0.8
 """Length of a Muon step beside one of AdamW at the same rate: 0.2 would be equal, longer learns faster here."""
 PLAIN = 0.3
-"""AdamW's share of the rate. Both were found on single pictures of one shape: colours were named after 100 steps in place
-of 200 (and after more than 250 by AdamW alone)."""
-STEPS = ((4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037), (2.8769, -3.1427, 1.2046), (2.8366, -3.0525, 1.2012))  # fmt: skip
+"""AdamW's share of the rate. Both were found on single pictures of one shape: colours were named after 100 steps in
+place of 200 (and after more than 250 by AdamW alone)."""
+STEPS = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
 """Coefficients of the five polynomial steps towards an orthogonal matrix."""
 
 
@@ -34,7 +41,7 @@ class Optimiser:
                 groups[tuple(parameter.shape)].append(parameter)
             else:
                 plain.append(parameter)
-        self._matrices = list(groups.values())
+        self._matrices: list[list[Tensor]] = [list(group) for group in groups.values()]
         self._moments = [torch.zeros(len(group), *group[0].shape, device=group[0].device) for group in self._matrices]
         fused = plain[0].device.type == "cuda"
         self._plain = torch.optim.AdamW(plain, lr=1.0, betas=(0.9, 0.98), weight_decay=DECAY, fused=fused)
@@ -48,6 +55,8 @@ class Optimiser:
             group["lr"] = rate * PLAIN
         self._plain.step()
         for parameters, moments in zip(self._matrices, self._moments, strict=True):
+            if any(one.grad is None for one in parameters):
+                continue  # a batch without pictures
             slopes = torch.stack([one.grad for one in parameters if one.grad is not None])
             moments.lerp_(slopes, 1 - MOMENTUM)
             steps = orthogonal(slopes.lerp(moments, MOMENTUM))

@@ -73,7 +73,10 @@ def read_format(tokenizer: Any, *, image: tuple[str, str], pad_id: int, axes: in
     end = tokenizer.eos_token
     if not between.startswith(end):
         raise ValueError(f"the chat template ends answers with {between!r}, the tokenizer with {end!r}")
-    shown = {"role": "user", "content": [{"type": "text", "text": mark}, {"type": "image"}, {"type": "text", "text": other}]}
+    shown = {
+        "role": "user",
+        "content": [{"type": "text", "text": mark}, {"type": "image"}, {"type": "text", "text": other}],
+    }
     tail = render([shown]).split(other)[0].split(tokenizer.decode([pad_id]))[-1].removeprefix(image[1])
     tool = render([said("user", "q"), said("assistant", mark), said("tool", other)], tools=[SEARCH_TOOL])
     after_call, after_found = tool.split(mark)[1].split(other)
@@ -202,9 +205,10 @@ _OTHER_STARTS = (
 )  # fmt: skip
 _OTHER_WORDS = (
     "the weather", "a poem", "Paris", "your name", "love", "the news", "a joke", "music", "the president", "cats",
-    "a recipe for bread", "quantum physics", "my homework", "the moon", "football", "a story", "time", "money", "python",
-    "the war", "God", "this code", "tomorrow", "hello", "the meaning of life", "my friend", "dinner", "the stock market",
-    "an email to my boss", "dinosaurs", "how cars work", "school", "the internet", "my dog", "history", "a secret",
+    "a recipe for bread", "quantum physics", "my homework", "the moon", "football", "a story", "time", "money",
+    "python", "the war", "God", "this code", "tomorrow", "hello", "the meaning of life", "my friend", "dinner",
+    "the stock market", "an email to my boss", "dinosaurs", "how cars work", "school", "the internet",
+    "my dog", "history", "a secret",
 )  # fmt: skip
 
 
@@ -240,7 +244,11 @@ class Writer:
         self.canonical = self._begin(tokenizer, form.openings[0])
         self.openings = [self._begin(tokenizer, text.removesuffix(" ")) for text in form.openings]
         self.tool_opening = self._begin(tokenizer, form.tool_opening.removesuffix(" "))
-        self.reply, self.end, self.next_turn = whole(form.reply), whole(form.end), whole(form.next_turn.removesuffix(" "))
+        self.reply, self.end, self.next_turn = (
+            whole(form.reply),
+            whole(form.end),
+            whole(form.next_turn.removesuffix(" ")),
+        )
         self.tool_turn, self.tool_reply = whole(form.tool_turn), whole(form.tool_reply)
 
     @staticmethod

@@ -64,7 +64,9 @@ class Album:
 
     def kinds(self) -> list[tuple[int, str, float]]:
         """Every world and kind of question it takes, with how often training asks it."""
-        return [(number, kind, weight) for number, world in enumerate(self.worlds) for kind, weight in world.kinds.items()]
+        return [
+            (number, kind, weight) for number, world in enumerate(self.worlds) for kind, weight in world.kinds.items()
+        ]
 
 
 def mixed_album(chance: Random, split: Split, size: Size, count: int) -> Album:

@@ -27,7 +27,9 @@ TRAINED: dict[str, Bounds] = {
         sizes=_SIZES, counts=(1, 2, 3, 4, 6, 7), frame_side=112, clip_frames=(2, 3, 4, 6, 8),
         stream_frames=(6, 7, 8, 9, 11, 12, 14, 17, 20),
     ),
-    "qwen3_vl": Bounds(sizes=(_SIZES[0], _SIZES[1], _SIZES[3]), counts=(1, 2, 4), frame_side=112, clip_frames=(2, 3, 4, 6)),
+    "qwen3_vl": Bounds(
+        sizes=(_SIZES[0], _SIZES[1], _SIZES[3]), counts=(1, 2, 4), frame_side=112, clip_frames=(2, 3, 4, 6)
+    ),
     "kimi_k25": Bounds(sizes=_SIZES, counts=(1, 2, 3, 4, 6, 7), frame_side=112, clip_frames=(2, 3, 4, 6, 8)),
     "deepseek_vl": Bounds(sizes=((224, 224),), counts=(1, 2, 4), frame_side=224, clip_frames=(2, 4)),
 }  # fmt: skip
@@ -41,4 +43,4 @@ HELD_OUT: dict[str, Bounds] = {
     "kimi_k25": Bounds(sizes=((224, 224), (196, 252)), counts=(5,), frame_side=112, clip_frames=(5, 7)),
     "deepseek_vl": Bounds(sizes=((224, 224),), counts=(3,), frame_side=224, clip_frames=(3,)),
 }
-"""What figures are reported on: numbers of pictures and, where the model takes more than one, sizes never trained on."""
+"""What figures are reported on: numbers of pictures and, where a model takes several, sizes never trained on."""

@@ -25,7 +25,11 @@ _HAPPENED = Phrases(
     held=("What is the event in frame {frame}?",),
 )
 _WHEN = Phrases(
-    usual=("In which frame is it that the {event}?", "Tell me the frame where the {event}.", "Which frame shows that the {event}?"),
+    usual=(
+        "In which frame is it that the {event}?",
+        "Tell me the frame where the {event}.",
+        "Which frame shows that the {event}?",
+    ),
     held=("Tell me in which frame the {event}.",),
 )
 _FIRST = Phrases(
@@ -76,11 +80,15 @@ class Clip:
                 shape = chance.choice(list(state))
                 row, column = divmod(state[shape][1], GRID)
                 cell = CELLS.pick(chance, split).format(row=row + 1, column=column + 1)
-                return Question("clip", kind, _SHAPE.pick(chance, split).format(cell=cell, frame=number), shape, 1, (at,), (at,))
+                return Question(
+                    "clip", kind, _SHAPE.pick(chance, split).format(cell=cell, frame=number), shape, 1, (at,), (at,)
+                )
             case "list_frame":
                 ordered = sorted(state.items(), key=lambda item: item[1][1])
                 answer = ", ".join(f"{colour} {shape}" for shape, (colour, _) in ordered)
-                return Question("clip", kind, _LIST_FRAME.pick(chance, split).format(frame=number), answer, 1, (at,), (at,))
+                return Question(
+                    "clip", kind, _LIST_FRAME.pick(chance, split).format(frame=number), answer, 1, (at,), (at,)
+                )
             case "happened":
                 text = _HAPPENED.pick(chance, split).format(frame=later + 1)
                 return Question("clip", kind, text, self.events[later - 1], 2, (later - 1, later), (later,))

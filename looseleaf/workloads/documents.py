@@ -13,8 +13,8 @@ from looseleaf.workloads.questions import Phrases, Question, Size, Split
 
 NAMES = (
     "Anna", "Ben", "Carl", "Dora", "Emil", "Fay", "Gus", "Hugo", "Ida", "Jack", "Kim", "Leo", "Mia", "Noah", "Olga",
-    "Paul", "Quinn", "Rosa", "Sam", "Tina", "Uma", "Vera", "Walt", "Xena", "Yuri", "Zoe", "Amir", "Bela", "Cleo", "Dave",
-    "Eva", "Finn",
+    "Paul", "Quinn", "Rosa", "Sam", "Tina", "Uma", "Vera", "Walt", "Xena", "Yuri", "Zoe", "Amir", "Bela", "Cleo",
+    "Dave", "Eva", "Finn",
 )  # fmt: skip
 LETTERS = "ABCDEFGHKLMNPRSTUVWXYZ"
 FIRST_FIELDS = ("badge", "desk", "ticket", "locker")
@@ -39,7 +39,9 @@ _LINE = Phrases(
     usual=("Read line {line} of the page with the {field}.", "What is on line {line} of the page with the {field}?"),
     held=("What does line {line} of the page with the {field} show?",),
 )
-_LIST_IDS = Phrases(usual=("Read the {first} of each name.", "List each {first}."), held=("List the {first} of each name.",))
+_LIST_IDS = Phrases(
+    usual=("Read the {first} of each name.", "List each {first}."), held=("List the {first} of each name.",)
+)
 _LIST_VALUES = Phrases(usual=("Read the {second} of each {first}.", "List each {second}."),
                        held=("List the {second} of each {first}.",))  # fmt: skip
 _LIST_MATCHES = Phrases(usual=("Match each {second} with a name.", "Who has which {second}?"),
@@ -52,7 +54,7 @@ class Documents:
     """Page 1: name and id. Page 2: id and value, in another order."""
 
     def __init__(self, chance: Random, split: Split, size: Size) -> None:
-        height, width = size
+        height, _ = size
         most = min(7, (height - 34) // 26, split.most_lines)
         count = chance.randint(max(1, min(3, most), most - 2), most)
         ids: dict[str, None] = {}
@@ -112,14 +114,14 @@ class Documents:
                 answer = ", ".join(f"{self.name_of[one]} {value}" for one, value in self.value_of.items())
         text = found.pick(chance, split).format(**words)
         hops = 2 if kind in ("value_of", "list_matches") else 1
-        needs = {"line": (page,), "id_of": (0,), "list_ids": (0,), "value_of_id": (1,), "list_values": (1,)}.get(kind, (0, 1))
+        needs = {"line": (page,), "id_of": (0,), "list_ids": (0,), "value_of_id": (1,), "list_values": (1,)}.get(
+            kind, (0, 1)
+        )
         carriers = (1,) if hops == 2 else needs
         return Question("documents", kind, text, answer, hops, needs, carriers)
 
 
-def _draw_page(
-    chance: Random, size: Size, font: int, heads: tuple[str, str], lines: list[tuple[str, str]]
-) -> Picture:
+def _draw_page(chance: Random, size: Size, font: int, heads: tuple[str, str], lines: list[tuple[str, str]]) -> Picture:
     height, width = size
     sheet = blank(chance, width, height)
     edge = 3 + chance.randrange(6)

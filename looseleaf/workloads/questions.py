@@ -102,11 +102,15 @@ class Phrases:
 class World(Protocol):
     """Some pictures that belong together, in an order that matters, and what can be asked about them."""
 
-    pictures: Sequence[Picture]
     kinds: dict[str, float]
     """What `ask` takes here, with how often training asks it."""
     absorbed: list[int]
     """Pictures that later ones of this world were read behind: a question can do without them."""
+
+    @property
+    def pictures(self) -> Sequence[Picture]:
+        """In the order that matters."""
+        ...
 
     def ask(self, kind: str, chance: Random, split: Split) -> Question:
         """A question of that kind; `needs` counts this world's own pictures."""

@@ -1,4 +1,4 @@
-"""Tasks a and b: grids of coloured shapes, a legend that gives shapes a code, and scenes of which a later version differs.
+"""Tasks a and b: grids of coloured shapes, a legend that gives shapes a code, scenes of which a later version differs.
 
 Every picture carries its letter in the corner, so that a question can name it wherever it stands in a prompt. A scene's
 later version carries the letter with a 2, the earlier one with a 1.
@@ -38,7 +38,8 @@ _SHAPE = Phrases(
 )  # fmt: skip
 _CODE = Phrases(
     usual=(
-        "What is the code of the shape at {cell} of {picture}?", "Which code does the shape at {cell} of {picture} have?",
+        "What is the code of the shape at {cell} of {picture}?",
+        "Which code does the shape at {cell} of {picture} have?",
         "In {picture}, what is the code at {cell}?", "Tell me the code at {cell} in {picture}.",
         "Which code is at {cell} of {picture}?", "By the key, which code has {picture} at {cell}?",
     ),
@@ -46,7 +47,8 @@ _CODE = Phrases(
 )  # fmt: skip
 _LEGEND = Phrases(
     usual=(
-        "Which code does the key give the {shape}?", "What is the code of the {shape}?", "Tell me the code of the {shape}.",
+        "Which code does the key give the {shape}?", "What is the code of the {shape}?",
+        "Tell me the code of the {shape}.",
         "By the key, which code has the {shape}?",
     ),
     held=("Which code has the {shape}?", "By the key, what is the code of the {shape}?"),
@@ -92,7 +94,8 @@ _LIST_SHAPES = Phrases(usual=("List the shapes of {picture}.", "Give all shapes 
 _LIST_CODES = Phrases(usual=("List the codes of {picture}.", "Give all codes of {picture}, row by row."),
                       held=("List all codes of {picture}.",))  # fmt: skip
 _LIST_LEGEND = Phrases(usual=("Read the key.", "List all codes of the key."), held=("List the codes of the key.",))
-_LIST_CHANGES = Phrases(usual=("Compare {after} with {before}, cell by cell.", "Is each cell of {after} as in {before}?"),
+_LIST_CHANGES = Phrases(usual=("Compare {after} with {before}, cell by cell.",
+                               "Is each cell of {after} as in {before}?"),
                         held=("Compare each cell of {after} with {before}.",))  # fmt: skip
 
 NOT_SHOWN = "not shown"
@@ -221,7 +224,10 @@ class Scenes:
             return Question("change", kind, text, _by_rows(marks, after.columns), 2, needs, carriers)
         at = places[0]
         if kind == "changed_cell":
-            text, answer = _CHANGED.pick(chance, split), f"row {at // after.columns + 1}, column {at % after.columns + 1}"
+            text, answer = (
+                _CHANGED.pick(chance, split),
+                f"row {at // after.columns + 1}, column {at % after.columns + 1}",
+            )
         else:
             text, answer = _CHANGED_TO.pick(chance, split), " ".join(reversed(after.cells[at]))
         return Question("change", kind, text.format(**names), answer, 2, needs, carriers)

@@ -31,8 +31,8 @@ def embedded_folder(name: str) -> Path:
     wrong = sorted(one for one in {*expected, *found} if expected.get(one) != found.get(one))
     if wrong:
         raise ModelLoadError(
-            f"the embedded model {name!r} is not as it was released: {', '.join(wrong)} changed; reinstall looseleaf, or "
-            f"open the folder by its path to use it all the same"
+            f"the embedded model {name!r} is not as it was released: {', '.join(wrong)} changed; reinstall looseleaf, "
+            f"or open the folder by its path to use it all the same"
         )
     return folder
 

@@ -1,0 +1,42 @@
+"""Training on a GPU: what is compiled computes the gradients that plain eager fp32 does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from looseleaf.training.batches import load_batches
+from looseleaf.training.corpus import corpus
+from looseleaf.training.families import Trainee
+from looseleaf.training.loop import DIETS, Pass, compile_blocks, writer_of
+from looseleaf.training.recipes import RECIPES, build_folder
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_compiled_gradients_are_the_plain_ones(name: str, tmp_path: Path) -> None:
+    folder = build_folder(name, tmp_path / name, corpus=corpus(), seed=1)
+    plain, ours = (Trainee.load(folder, device="cuda") for _ in range(2))
+    compile_blocks(ours)
+    diet = replace(DIETS[name], batch=4)
+    batches = load_batches(writer_of(plain), diet, seed=1, workers=0)
+    for _ in range(3):
+        batch = next(batches).to("cuda")
+        for trainee, kind in ((plain, torch.float32), (ours, torch.bfloat16)):
+            trainee.model.zero_grad()
+            with torch.autocast("cuda", kind, enabled=kind is not torch.float32):
+                logits, targets = Pass(trainee, "cuda")(batch)
+            cross_entropy(logits.float(), targets).backward()
+        for (label, one), other in zip(plain.model.named_parameters(), ours.model.parameters(), strict=True):
+            if one.grad is None or one.grad.norm() < 1e-6:
+                continue
+            alike = torch.cosine_similarity(one.grad.flatten(), other.grad.flatten(), dim=0)
+            assert alike > 0.97, (batch.kind, label, float(alike))
