@@ -10,22 +10,27 @@ import ast
 import json
 import re
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 RESULTS = ROOT / "bench" / "results"
-LAYERS = (
-    "cli.py", "demo.py", "bench", "system.py", "config.py", "engine", "link", "store", "prompt", "model", "kv",
-    "checks.py", "identity.py", "errors.py", "version.py",
-)  # fmt: skip
+
+
+def layers() -> list[str]:
+    """The package's parts from the top down, as the import contract lists them."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    (contract,) = settings["tool"]["importlinter"]["contracts"]
+    names = [name for line in contract["layers"] for name in line.split(" | ")]
+    return [name if (ROOT / "looseleaf" / name).is_dir() else f"{name}.py" for name in names]
 
 
 def tree() -> str:
     """The package as a request passes it, top to bottom, with what each file is for."""
     lines = ["```", "looseleaf/"]
-    for name in LAYERS:
+    for name in layers():
         path = ROOT / "looseleaf" / name
         if path.is_file():
             lines.append(_line(path, 2))

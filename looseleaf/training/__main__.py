@@ -22,14 +22,13 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1e-3, help="highest learning rate")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--workers", type=int, default=14, help="processes that make batches")
-    parser.add_argument("--adamw", action="store_true", help="AdamW for everything, no Muon")
     parser.add_argument("--count", type=int, default=512, help="questions per figure")
     given = parser.parse_args()
     tell = partial(print, flush=True)
     started = time.perf_counter()
     _, writer, forward = train(
         given.family, given.out, seed=given.seed, minutes=given.minutes, device=given.device, workers=given.workers,
-        muon=not given.adamw, rate=given.rate, tell=tell,
+        rate=given.rate, tell=tell,
     )  # fmt: skip
     tell(f"trained after {time.perf_counter() - started:.0f} s")
     rows = evaluate(given.family, forward, writer, DIETS[given.family], count=given.count, tell=tell)

@@ -311,7 +311,8 @@ class Batches(IterableDataset[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         worker = torch.utils.data.get_worker_info()
         number, step = (worker.id if worker else 0), 0
-        torch.set_num_threads(1)
+        if worker:
+            torch.set_num_threads(1)
         splits = [*first_steps(), trained()]
         diet, bounds = self._diet, self._diet.bounds
         shares = {"pictures": diet.pictures, "clips": diet.clips, "streams": diet.streams, "lookups": diet.lookups}

@@ -64,7 +64,6 @@ def evaluate(
     family: str, forward: Pass, writer: Writer, diet: Diet, *, count: int = 512, tell: Callable[[str], None] = print
 ) -> list[dict[str, Any]]:
     """Accuracy by setting, task and hops over at least `count` questions each."""
-    torch.compiler.set_stance("force_eager")  # compiling again for a hundred passes would not pay
     rows = []
     tasks = [task for task in HEADLINE if task != "stream" or diet.streams]
     for setting in settings():
@@ -73,7 +72,8 @@ def evaluate(
             for hops in (1, 2):
                 if setting.evict and hops == 1:
                     continue
-                right, total = _score(family, forward, writer, diet, setting, task, hops, count)
+                asked = _drafts(family, writer, diet, setting, task, hops, count)
+                right, total = _score_drafts(forward, diet, writer, asked)
                 rows.append(
                     {"setting": setting.name, "task": task, "hops": hops, "n": total, "right": right / max(1, total)}
                 )
@@ -87,12 +87,6 @@ def evaluate(
             )
             tell(f"lookup {kind} {right / total:.3f}")
     return rows
-
-
-def _score(
-    family: str, forward: Pass, writer: Writer, diet: Diet, setting: Setting, task: str, hops: int, count: int
-) -> tuple[int, int]:
-    return _score_drafts(forward, diet, writer, _drafts(family, writer, diet, setting, task, hops, count))
 
 
 def _drafts(
@@ -193,7 +187,8 @@ def _score_drafts(forward: Pass, diet: Diet, writer: Writer, drafts: Iterator[Dr
 
 def _score_batch(forward: Pass, diet: Diet, writer: Writer, drafts: list[Draft], asked: int) -> tuple[int, int]:
     batch = collate("evaluation", drafts, diet.length, writer.form.axes).to(forward.device)
-    with torch.autocast(forward.device, torch.bfloat16):
+    eager = torch.compiler.set_stance("force_eager")  # compiling again for a hundred passes would not pay
+    with eager, torch.autocast(forward.device, torch.bfloat16):
         logits, targets = forward(batch)
     rows = batch.where // batch.ids.shape[1]
     branches = rows * SEGMENTS + batch.segments.flatten()[batch.where]

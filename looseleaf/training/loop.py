@@ -75,7 +75,7 @@ class Pass:
 
 
 def train(
-    family: str, out: Path, *, seed: int, minutes: float, device: str = "cuda", workers: int = 14, muon: bool = True,
+    family: str, out: Path, *, seed: int, minutes: float, device: str = "cuda", workers: int = 14,
     compiled: bool = True, rate: float = 1e-3, diet: Diet | None = None,
     tell: Callable[[str], None] = print, steps: int | None = None,
 ) -> tuple[Trainee, Writer, Pass]:  # fmt: skip
@@ -92,7 +92,7 @@ def train(
         compile_blocks(trainee)
     forward = Pass(trainee, device)
     trainee.model.train()
-    optimiser = Optimiser(trainee.model.named_parameters(), muon=muon)
+    optimiser = Optimiser(trainee.model.named_parameters())
     log: list[dict[str, Any]] = []
     count = sum(one.numel() for one in trainee.model.parameters())
     tell(f"{family}: {count / 1e6:.1f} M parameters, ready after {time.perf_counter() - started:.0f} s")

@@ -30,14 +30,14 @@ STEPS = (
 
 
 class Optimiser:
-    """Steps every parameter of a model; `matrices` by Muon when asked for."""
+    """Steps every parameter of a model."""
 
-    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], *, muon: bool) -> None:
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         groups: dict[tuple[int, ...], list[nn.Parameter]] = defaultdict(list)
         plain: list[nn.Parameter] = []
         for name, parameter in named:
             in_block = ".layers." in name or ".blocks." in name
-            if muon and in_block and parameter.dim() == 2:
+            if in_block and parameter.dim() == 2:
                 groups[tuple(parameter.shape)].append(parameter)
             else:
                 plain.append(parameter)

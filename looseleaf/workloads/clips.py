@@ -71,6 +71,7 @@ class Clip:
         at = chance.randrange(len(self.states))
         state, number = self.states[at], at + 1
         later = chance.randrange(1, max(2, len(self.states)))
+        single = [place for place, event in enumerate(self.events) if self.events.count(event) == 1]
         match kind:
             case "frame_colour":
                 shape = chance.choice(list(state))
@@ -93,22 +94,21 @@ class Clip:
                 text = _HAPPENED.pick(chance, split).format(frame=later + 1)
                 return Question("clip", kind, text, self.events[later - 1], 2, (later - 1, later), (later,))
             case "when":
+                if not single:
+                    return self.ask("happened", chance, split)
+                later = chance.choice(single) + 1
                 event = self.events[later - 1]
-                later = self.events.index(event) + 1
                 text = _WHEN.pick(chance, split).format(event=event)
                 return Question("clip", kind, text, f"frame {later + 1}", 2, (later - 1, later), (later,))
             case "first_event":
-                one, other = sorted(chance.sample(range(len(self.events)), 2))
-                answer = self.events[one]
-                one, other = self.events.index(self.events[one]), self.events.index(self.events[other])
-                shown = [self.events[one], self.events[other]]
-                if one == other:
+                if len(single) < 2:
                     return self.ask("happened", chance, split)
+                one, other = sorted(chance.sample(single, 2))
+                answer, shown = self.events[one], [self.events[one], self.events[other]]
                 chance.shuffle(shown)
-                answer = self.events[min(one, other)]
                 text = _FIRST.pick(chance, split).format(one=shown[0], other=shown[1])
                 needs = tuple(sorted({one, one + 1, other, other + 1}))
-                return Question("clip", kind, text, answer, 2, needs, tuple(sorted((one + 1, other + 1))))
+                return Question("clip", kind, text, answer, 2, needs, (one + 1, other + 1))
             case _:
                 every = tuple(range(len(self.states)))
                 text = _STORY.pick(chance, split)

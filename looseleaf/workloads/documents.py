@@ -7,33 +7,21 @@ from __future__ import annotations
 
 from random import Random
 
-from looseleaf.workloads.masks import LETTER_SIZES
 from looseleaf.workloads.pictures import Picture, blank
-from looseleaf.workloads.questions import Phrases, Question, Size, Split
+from looseleaf.workloads.questions import LETTERS, NOT_SHOWN, Phrases, Question, Size, Split
 
 NAMES = (
     "Anna", "Ben", "Carl", "Dora", "Emil", "Fay", "Gus", "Hugo", "Ida", "Jack", "Kim", "Leo", "Mia", "Noah", "Olga",
     "Paul", "Quinn", "Rosa", "Sam", "Tina", "Uma", "Vera", "Walt", "Xena", "Yuri", "Zoe", "Amir", "Bela", "Cleo",
     "Dave", "Eva", "Finn",
 )  # fmt: skip
-LETTERS = "ABCDEFGHKLMNPRSTUVWXYZ"
 FIRST_FIELDS = ("badge", "desk", "ticket", "locker")
 SECOND_FIELDS = ("room", "gate", "price", "score")
 
-_ID_OF = Phrases(
-    usual=("Which {first} does {name} have?", "What is the {first} of {name}?", "Tell me the {first} of {name}.",
-           "Which {first} belongs to {name}?"),
-    held=("Which is the {first} of {name}?", "Tell me which {first} {name} has."),
-)  # fmt: skip
-_VALUE_OF_ID = Phrases(
-    usual=("Which {second} does {first} {id} have?", "What is the {second} of {first} {id}?",
-           "Tell me the {second} of {first} {id}.", "Which {second} belongs to {first} {id}?"),
-    held=("Which is the {second} of {first} {id}?", "Tell me which {second} {first} {id} has."),
-)  # fmt: skip
-_VALUE_OF = Phrases(
-    usual=("Which {second} does {name} have?", "What is the {second} of {name}?", "Tell me the {second} of {name}.",
-           "Which {second} belongs to {name}?"),
-    held=("Which is the {second} of {name}?", "Tell me which {second} {name} has."),
+_FIELD_OF = Phrases(
+    usual=("Which {field} does {owner} have?", "What is the {field} of {owner}?", "Tell me the {field} of {owner}.",
+           "Which {field} belongs to {owner}?"),
+    held=("Which is the {field} of {owner}?", "Tell me which {field} {owner} has."),
 )  # fmt: skip
 _LINE = Phrases(
     usual=("Read line {line} of the page with the {field}.", "What is on line {line} of the page with the {field}?"),
@@ -46,8 +34,6 @@ _LIST_VALUES = Phrases(usual=("Read the {second} of each {first}.", "List each {
                        held=("List the {second} of each {first}.",))  # fmt: skip
 _LIST_MATCHES = Phrases(usual=("Match each {second} with a name.", "Who has which {second}?"),
                         held=("Match a name with each {second}.",))  # fmt: skip
-
-NOT_SHOWN = "not shown"
 
 
 class Documents:
@@ -94,17 +80,17 @@ class Documents:
                 found, answer = _LINE, f"{left} {right}"
                 words |= {"line": str(line), "field": ("name", self.second)[page]}
             case "id_of":
-                found, answer = _ID_OF, one
-                words["name"] = name
+                found, answer = _FIELD_OF, one
+                words |= {"field": self.first, "owner": name}
             case "value_of_id":
-                found, answer = _VALUE_OF_ID, self.value_of[one]
-                words["id"] = one
+                found, answer = _FIELD_OF, self.value_of[one]
+                words |= {"field": self.second, "owner": f"{self.first} {one}"}
             case "value_of":
-                found, answer = _VALUE_OF, self.value_of[one]
-                words["name"] = name
+                found, answer = _FIELD_OF, self.value_of[one]
+                words |= {"field": self.second, "owner": name}
             case "no_name":
-                found, answer = chance.choice((_ID_OF, _VALUE_OF)), NOT_SHOWN
-                words["name"] = chance.choice(self.absent)
+                found, answer = _FIELD_OF, NOT_SHOWN
+                words |= {"field": (self.first, self.second)[page], "owner": chance.choice(self.absent)}
             case "list_ids":
                 found, answer = _LIST_IDS, ", ".join(f"{name} {one}" for name, one in self.id_of.items())
             case "list_values":
@@ -132,7 +118,6 @@ def _draw_page(chance: Random, size: Size, font: int, heads: tuple[str, str], li
     sheet.write(heads[1], middle, top, font, 0)
     step = min(34, (height - 30 - top) // len(lines))
     size_of_letters = 2 if step >= 28 and chance.random() < 0.6 else 1
-    assert size_of_letters < len(LETTER_SIZES)
     for number, (one, other) in enumerate(lines):
         y = top + 26 + step * number
         sheet.write(str(number + 1), edge, y + 1, font, 0)

@@ -1,7 +1,7 @@
 """Pictures as data, and drawing them: a ground and marks, each a mask at a place in a colour.
 
 A Picture is small and quick to make; `draw` turns it into a PIL image and `training/painter.py` turns thousands into a
-tensor on a GPU. Marks never overlap, so that a pixel is ground + coverage x (colour - ground) in any order of drawing.
+tensor on a GPU. Marks hardly ever touch, and a pixel is ground + coverage x (colour - ground) in any order of drawing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image as PILImages
 from PIL.Image import Image as PILImage
 
-from looseleaf.workloads.masks import LETTER_BOX, SHAPE_BOX, advances, letter_mask, shape_mask, sheets
+from looseleaf.workloads.masks import SHAPE_BOX, SHEETS, advances, letter_mask, shape_mask, sheets
 
 Colour = tuple[int, int, int]
 
@@ -68,12 +68,6 @@ class Sheet:
         return Picture(self.width, self.height, self.ground, marks)
 
 
-def width_of(words: str, font: int, size: int) -> int:
-    """Pixels `write` would take."""
-    steps = advances()[font][size]
-    return sum(steps[character] for character in words)
-
-
 def blank(chance: Random, width: int, height: int) -> Sheet:
     """A light or dark sheet of slightly random tone."""
     if chance.random() < 0.6:
@@ -93,7 +87,7 @@ def draw(picture: Picture) -> PILImage:
     ground = np.array(picture.ground, dtype=np.float32)
     masks = sheets()
     for sheet, mask, left, top, *colour in picture.marks.tolist():
-        side = (SHAPE_BOX, LETTER_BOX)[sheet]
+        side = SHEETS[sheet]
         cover = masks[sheet][mask].astype(np.float32)[:, :, None] / np.float32(255)
         area = canvas[top + room : top + room + side, left + room : left + room + side]
         area += cover * (np.array(colour, dtype=np.float32) - ground)

@@ -18,6 +18,12 @@ from looseleaf.workloads.pictures import Picture
 Size = tuple[int, int]
 """Height and width in pixels, or rows and columns."""
 
+LETTERS = "ABCDEFGHKLMNPRSTUVWXYZ"
+"""Capitals that no digit looks like."""
+
+NOT_SHOWN = "not shown"
+"""The answer where the pictures have none."""
+
 
 @dataclass(frozen=True, slots=True)
 class Question:

@@ -11,7 +11,7 @@ from random import Random
 
 from looseleaf.workloads.masks import SHAPES
 from looseleaf.workloads.pictures import COLOURS, Picture, blank
-from looseleaf.workloads.questions import CELLS, PICTURES, Phrases, Question, Size, Split
+from looseleaf.workloads.questions import CELLS, NOT_SHOWN, PICTURES, Phrases, Question, Size, Split
 
 Cell = tuple[str, str]
 """A shape and its colour."""
@@ -20,30 +20,13 @@ TAG_HEIGHT, SIDE_WIDTH = 28, 46
 """Room for a picture's letter, and for the numbers of columns and rows: a vision tower that knows no absolute positions
 (Qwen2.5-VL's) could not tell them otherwise."""
 
-_COLOUR = Phrases(
+_AT = Phrases(
     usual=(
-        "What colour is the shape at {cell} of {picture}?", "Which colour does {picture} show at {cell}?",
-        "In {picture}, what is the colour at {cell}?", "Tell me the colour at {cell} in {picture}.",
-        "Which colour is at {cell} of {picture}?",
+        "What {what} is at {cell} of {picture}?", "Which {what} does {picture} show at {cell}?",
+        "In {picture}, what is the {what} at {cell}?", "Tell me the {what} at {cell} in {picture}.",
+        "Which {what} is at {cell} of {picture}?",
     ),
-    held=("What is the colour at {cell} of {picture}?", "In {picture}, which colour is at {cell}?"),
-)  # fmt: skip
-_SHAPE = Phrases(
-    usual=(
-        "What shape is at {cell} of {picture}?", "Which shape does {picture} show at {cell}?",
-        "In {picture}, what is the shape at {cell}?", "Tell me the shape at {cell} in {picture}.",
-        "Which shape is at {cell} of {picture}?",
-    ),
-    held=("What is the shape at {cell} of {picture}?", "In {picture}, which shape is at {cell}?"),
-)  # fmt: skip
-_CODE = Phrases(
-    usual=(
-        "What is the code of the shape at {cell} of {picture}?",
-        "Which code does the shape at {cell} of {picture} have?",
-        "In {picture}, what is the code at {cell}?", "Tell me the code at {cell} in {picture}.",
-        "Which code is at {cell} of {picture}?", "By the key, which code has {picture} at {cell}?",
-    ),
-    held=("What is the code at {cell} of {picture}?", "In {picture}, which code does the shape at {cell} have?"),
+    held=("What is the {what} at {cell} of {picture}?", "In {picture}, which {what} is at {cell}?"),
 )  # fmt: skip
 _LEGEND = Phrases(
     usual=(
@@ -87,18 +70,12 @@ _CHANGED_TO = Phrases(
     ),
     held=("What is new in {after} that {before} has not?", "What does the cell that changed in {after} show?"),
 )  # fmt: skip
-_LIST_COLOURS = Phrases(usual=("List the colours of {picture}.", "Give all colours of {picture}, row by row."),
-                        held=("List all colours of {picture}.",))  # fmt: skip
-_LIST_SHAPES = Phrases(usual=("List the shapes of {picture}.", "Give all shapes of {picture}, row by row."),
-                       held=("List all shapes of {picture}.",))  # fmt: skip
-_LIST_CODES = Phrases(usual=("List the codes of {picture}.", "Give all codes of {picture}, row by row."),
-                      held=("List all codes of {picture}.",))  # fmt: skip
+_LIST = Phrases(usual=("List the {what}s of {picture}.", "Give all {what}s of {picture}, row by row."),
+                held=("List all {what}s of {picture}.",))  # fmt: skip
 _LIST_LEGEND = Phrases(usual=("Read the key.", "List all codes of the key."), held=("List the codes of the key.",))
 _LIST_CHANGES = Phrases(usual=("Compare {after} with {before}, cell by cell.",
                                "Is each cell of {after} as in {before}?"),
                         held=("Compare each cell of {after} with {before}.",))  # fmt: skip
-
-NOT_SHOWN = "not shown"
 
 
 @dataclass(slots=True)
@@ -155,8 +132,7 @@ class Scenes:
         scene = chance.choice(self.scenes)
         picture = PICTURES.pick(chance, split).format(tag=scene.tag)
         if kind.startswith("list_"):
-            phrases = {"list_colours": _LIST_COLOURS, "list_shapes": _LIST_SHAPES, "list_codes": _LIST_CODES}[kind]
-            text = phrases.pick(chance, split).format(picture=picture)
+            text = _LIST.pick(chance, split).format(picture=picture, what=kind[len("list_") : -1])
             values = {
                 "list_colours": [colour for _, colour in scene.cells],
                 "list_shapes": [shape for shape, _ in scene.cells],
@@ -166,8 +142,7 @@ class Scenes:
         else:
             at = chance.randrange(len(scene.cells))
             cell = CELLS.pick(chance, split).format(row=at // scene.columns + 1, column=at % scene.columns + 1)
-            phrases = {"colour": _COLOUR, "shape": _SHAPE, "code": _CODE, "no_code": _CODE}[kind]
-            text = phrases.pick(chance, split).format(picture=picture, cell=cell)
+            text = _AT.pick(chance, split).format(picture=picture, cell=cell, what=kind.removeprefix("no_"))
             shape, colour = scene.cells[at]
             answer = {"colour": colour, "shape": shape, "code": self.codes.get(shape, ""), "no_code": NOT_SHOWN}[kind]
         if kind in ("code", "list_codes"):

@@ -14,7 +14,7 @@ from typing import overload
 
 from looseleaf.workloads.masks import SHAPES
 from looseleaf.workloads.pictures import COLOURS, Picture, blank
-from looseleaf.workloads.questions import Phrases, Question, Split
+from looseleaf.workloads.questions import LETTERS, Phrases, Question, Split
 
 _NUMBER = Phrases(
     usual=("What number was on the sign with the {what}?", "Which number did the sign with the {what} show?",
@@ -22,8 +22,6 @@ _NUMBER = Phrases(
     held=("Which number was beside the {what}?", "Tell me the number on the sign with the {what}."),
 )  # fmt: skip
 _LIST_SIGNS = Phrases(usual=("Read all signs.", "List the signs."), held=("List all signs.",))
-
-LETTERS = "ABCDEFGHKLMNPRSTUVWXYZ"
 
 
 @dataclass(frozen=True, slots=True)

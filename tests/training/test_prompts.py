@@ -144,7 +144,7 @@ def test_a_small_model_learns_to_look_up_by_name(default: Trainee, tmp_path: Pat
     torch.manual_seed(0)
     writer, split = writer_of(default), trained()
     chance, run = split.chance("copy"), Pass(default, "cpu")
-    optimiser = Optimiser([one for one in default.model.named_parameters() if "visual" not in one[0]], muon=True)
+    optimiser = Optimiser([one for one in default.model.named_parameters() if "visual" not in one[0]])
     right: list[float] = []
     for _ in range(60):
         drafts = []
