@@ -8,8 +8,8 @@ do not come to lean on what reuse takes away.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from random import Random
 from typing import Any
 
@@ -26,6 +26,7 @@ from looseleaf.training.prompts import (
     OPENERS,
     Draft,
     Sight,
+    Turn,
     Writer,
     other_question,
     pick_question,
@@ -35,25 +36,77 @@ from looseleaf.workloads.bounds import Bounds
 from looseleaf.workloads.clips import Clip
 from looseleaf.workloads.documents import Documents
 from looseleaf.workloads.lookups import look_up
+from looseleaf.workloads.notes import Note, some_word
 from looseleaf.workloads.pictures import Colour
 from looseleaf.workloads.questions import Size, Split, first_steps, trained
 from looseleaf.workloads.streams import Stream
 
 KINDS = (
     "other", "colour", "shape", "tag", "colour_of", "where", "legend", "legend_cell", "code", "no_code",
-    "list_colours", "list_shapes", "list_codes", "list_legend",
-    "changed_cell", "changed_to", "list_changes", "line", "id_of", "value_of_id", "value_of", "no_name", "list_ids",
-    "list_values", "list_matches", "frame_colour", "frame_shape", "list_frame", "happened", "when", "story",
-    "first_event", "sign", "sign_chain", "list_signs", "search", "found",
+    "form_cells", "form_things", "form_tags", "form_codes", "form_legend", "form_key",
+    "changed_cell", "changed_to", "form_changes", "line", "id_of", "value_of_id", "value_of", "no_name",
+    "form_lines", "form_ids", "form_values", "form_matches", "frame_colour", "frame_shape", "form_frames", "happened",
+    "when", "form_events", "first_event", "sign", "sign_chain", "form_signs", "form_chains", "search", "found",
+    "note", "form_note", "echo",
 )  # fmt: skip
 SEGMENTS = 160
 """Room in the table of who sees whom."""
 LEAST = 120
 """Tokens of questions behind an album, at least."""
-EASY = (400, 1200)
-"""Up to the first batch pictures show one or two things, up to the second a few, and prompts have one or two pictures:
-what a picture shows must be read before it can be found by its name among others. Without this nothing was learned in
-600 steps."""
+LEAST_OF_NOTE = 32
+"""The same behind a note, of which many are read rather than one often."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """How hard prompts are up to a batch: first words alone, then small pictures, then everything.
+
+    To find something by its name and to read are each learned in a few hundred steps when little else is asked, and not
+    at all in thousands when all tasks start at once.
+    """
+
+    until: float
+    shares: Mapping[str, float]
+    """Of the kinds of batch, beside what the diet gives them."""
+    split: Split
+    sizes: int | None
+    """How many of the sizes, from the smallest."""
+    pictures: int
+    """At most, of an album."""
+    frames: int
+    """At most, of a clip; a stream has up to twice as many."""
+    as_text: float
+    """Share of pages given as words."""
+    plain: float
+    """Share of plain questions beside forms, times the worlds' own."""
+    jumps: bool
+    """Whether positions are skipped between pictures."""
+
+
+def stages() -> tuple[Stage, ...]:
+    """From words to everything."""
+    few, some = first_steps()
+    words = Stage(
+        until=150, shares={"words": 1}, split=few, sizes=2, pictures=2, frames=3, as_text=1.0, plain=0.1, jumps=False
+    )
+    reading = replace(words, until=300, shares={"words": 0.2, "notes": 0.8}, split=replace(few, most_lines=1))
+    looking = replace(
+        reading, until=450, shares={"words": 0.2, "notes": 0.4, "pictures": 0.4}, split=replace(few, most_lines=2),
+        as_text=0.5,
+    )  # fmt: skip
+    finding = replace(
+        looking, until=900, shares={"words": 0.1, "notes": 0.2, "pictures": 0.5, "clips": 0.1, "streams": 0.1},
+        split=few, as_text=0.4, plain=0.3,
+    )  # fmt: skip
+    growing = replace(
+        finding, until=1500, shares={"words": 0.05, "notes": 0.1}, split=some, sizes=4, pictures=3, frames=4,
+        as_text=0.3, plain=0.5,
+    )  # fmt: skip
+    whole = Stage(
+        until=float("inf"), shares={"words": 0.02, "notes": 0.03}, split=trained(), sizes=None, pictures=99, frames=99,
+        as_text=0.2, plain=1.0, jumps=True,
+    )  # fmt: skip
+    return words, reading, looking, finding, growing, whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,24 +117,32 @@ class Diet:
     length: int
     """Tokens of a prompt, questions included."""
     batch: int
-    questions: float = 1.3
+    questions: float = 1.6
     """Tokens of questions for each token of what they ask about."""
     pictures: float = 0.75
     clips: float = 0.25
     streams: float = 0.0
     lookups: float = 0.0
 
+    def shares(self, stage: Stage) -> dict[str, float]:
+        """Of the kinds of batch in a stage: the diet's own where the stage leaves room."""
+        own = {"pictures": self.pictures, "clips": self.clips, "streams": self.streams, "lookups": self.lookups}
+        left = 1 - sum(stage.shares.values())
+        if left > 0:
+            return {**stage.shares, **{kind: left * share for kind, share in own.items()}}
+        return {kind: share for kind, share in stage.shares.items() if own.get(kind, 1)}
 
-def make_row(kind: str, writer: Writer, diet: Diet, split: Split, size: Size, chance: Random, *, easy: bool) -> Draft:
+
+def make_row(kind: str, writer: Writer, diet: Diet, stage: Stage, size: Size, chance: Random) -> Draft:
     """Prompts of one kind, one behind the other, until a row of the batch is full; none sees another."""
     row = Draft(axes=writer.form.axes)
     misses = 0
-    make = _lookup_draft if kind == "lookups" else _album_draft
+    make = {"lookups": _lookup_draft, "words": _words_draft}.get(kind, _album_draft)
     while misses < 2:
         room, segments = diet.length - len(row.ids), SEGMENTS - len(row.sees)
         if room < 2 * LEAST:
             break
-        draft = make(kind, writer, diet, split, size, chance, room, easy)
+        draft = make(kind, writer, diet, stage, size, chance, room)
         if draft is None or len(draft.sees) > segments:
             misses += 1
         else:
@@ -90,30 +151,49 @@ def make_row(kind: str, writer: Writer, diet: Diet, split: Split, size: Size, ch
 
 
 def _album_draft(
-    kind: str, writer: Writer, diet: Diet, split: Split, size: Size, chance: Random, room: int, easy: bool
+    kind: str, writer: Writer, diet: Diet, stage: Stage, size: Size, chance: Random, room: int
 ) -> Draft | None:
     """An album and about as many tokens of questions as it has itself; None where there is no room for it."""
-    bounds = diet.bounds
-    rows, columns = writer.form.grid(*(size if kind == "pictures" else (bounds.frame_side, bounds.frame_side)))
-    most = min(2 if easy else 99, max(1, (room - LEAST) // (rows * columns + 6)))
-    if kind == "pictures":
-        counts = [1] if easy and chance.random() < 0.5 else [one for one in bounds.counts if one <= most]
-        album = mixed_album(chance, split, size, chance.choice(counts))
+    bounds, split = diet.bounds, stage.split
+    rows, columns = writer.form.grid(*(size if kind in ("pictures", "notes") else (bounds.frame_side,) * 2))
+    most = max(1, (room - LEAST) // (rows * columns + 6))
+
+    def some(counts: Sequence[int], limit: int) -> int:
+        return chance.choice([one for one in counts if one <= min(most, limit)] or counts[:1])
+
+    if kind == "notes":
+        album = Album(chance, [Note(chance, split, size)])
+    elif kind == "pictures":
+        album = mixed_album(chance, split, size, some(bounds.counts, stage.pictures), as_text=stage.as_text)
     elif kind == "clips":
-        frames = chance.choice([one for one in bounds.clip_frames if one <= most] or [bounds.clip_frames[0]])
+        frames = some(bounds.clip_frames, stage.frames)
         album = Album(chance, [Clip(chance, split, bounds.frame_side, frames=frames)])
     else:
-        frames = chance.choice(
-            [one for one in bounds.stream_frames[: 2 if easy else None] if one <= most] or [bounds.stream_frames[0]]
-        )
-        needles = chance.randint(2, frames // 3)
+        frames = some(bounds.stream_frames, 2 * stage.frames)
+        needles = chance.randint(2, max(2, frames // 3))
         album = Album(chance, [Stream(chance, split, bounds.frame_side, frames=frames, needles=needles)])
     sight = _sight(kind, album, chance)
-    gaps, jumps = _gaps(len(album.entries), chance, short=kind == "streams")
+    gaps, jumps = _gaps(len(album.entries), chance, short=kind == "streams", wide=stage.jumps)
     opening = writer.openings[0] if chance.random() < 0.6 else chance.choice(writer.openings)
     draft, seen = writer.lay_out(album.entries, sight, gaps, opening=opening, jumps=jumps)
     draft.at += chance.randrange(60) if chance.random() < 0.2 else 0
-    return _fill(draft, seen, writer, album, split, sight, room, diet.questions, chance)
+    least = LEAST_OF_NOTE if kind == "notes" else LEAST
+    return _fill(draft, seen, writer, album, stage, sight, room, diet.questions, chance, least=least)
+
+
+def _words_draft(
+    kind: str, writer: Writer, diet: Diet, stage: Stage, size: Size, chance: Random, room: int
+) -> Draft | None:
+    """Without pictures: words to say again, or two pages as words. Both are found by what stands before them."""
+    if chance.random() < 0.5:
+        pages = Documents(chance, stage.split, (224, 224))
+        album, sight = Album(chance, [pages], as_text=[pages]), Sight()
+        draft, seen = writer.lay_out(album.entries, sight, _gaps(2, chance, wide=False)[0])
+        return _fill(draft, seen, writer, album, stage, sight, room, diet.questions, chance)
+    words = " ".join(some_word(chance) for _ in range(chance.randint(4, 24)))
+    draft, seen = writer.lay_out([], Sight(), [])
+    writer.ask(draft, seen, *writer.branch([(f"Repeat: {words}", words, KINDS.index("echo"))]))
+    return draft if len(draft.ids) <= room else None
 
 
 def _sight(kind: str, album: Album, chance: Random) -> Sight:
@@ -126,38 +206,40 @@ def _sight(kind: str, album: Album, chance: Random) -> Sight:
     return Sight(window=window)
 
 
-def _gaps(count: int, chance: Random, *, short: bool = False) -> tuple[list[str], list[int]]:
+def _gaps(count: int, chance: Random, *, short: bool = False, wide: bool) -> tuple[list[str], list[int]]:
     gaps = [chance.choice(OPENERS), *(chance.choice(FILLERS[:7] if short else FILLERS) for _ in range(count - 1))]
     if short and chance.random() < 0.6:
         gaps = [gaps[0]] + [""] * (count - 1)
-    wide = chance.random() < 0.5
+    wide = wide and chance.random() < 0.5
     jumps = [chance.randrange(300) if wide and chance.random() < 0.4 else 0 for _ in range(count)]
     return gaps, jumps
 
 
-def _turn(album: Album, split: Split, sight: Sight, chance: Random) -> tuple[str, str, int] | None:
-    if chance.random() < 0.025:
+def _turn(album: Album, stage: Stage, sight: Sight, chance: Random) -> Turn | None:
+    if chance.random() < 0.025 * stage.plain:
         return other_question(chance), HARMLESS, 0
-    question = pick_question(album, chance, split, sight)
-    return None if question is None else (question.text, question.answer, KINDS.index(question.kind))
+    question = pick_question(album, chance, stage.split, sight, plain=stage.plain)
+    if question is None:
+        return None
+    return question.text, question.facts or question.answer, KINDS.index(question.kind)
 
 
 def _fill(
-    draft: Draft, seen: set[int], writer: Writer, album: Album, split: Split, sight: Sight, room: int, share: float,
-    chance: Random, *, lead: tuple[list[int], list[tuple[int, int, int]]] | None = None,
+    draft: Draft, seen: set[int], writer: Writer, album: Album, stage: Stage, sight: Sight, room: int, share: float,
+    chance: Random, *, lead: tuple[list[int], list[tuple[int, int, int]]] | None = None, least: int = LEAST,
 ) -> Draft | None:  # fmt: skip
     """Branches until they are `share` times as long as what they ask about; `lead` stands at the head of each.
 
     None where there is no room for them.
     """
-    misses, length = 0, len(draft.ids) + max(LEAST, int(share * len(draft.ids)))
+    misses, length = 0, len(draft.ids) + max(least, int(share * len(draft.ids)))
     if length > room:
         length = room
-        if room - len(draft.ids) < LEAST:
+        if room - len(draft.ids) < least:
             return None
     while misses < 80 and len(draft.sees) < SEGMENTS:
         turns = [
-            turn for _ in range(2 if chance.random() < 0.15 else 1) if (turn := _turn(album, split, sight, chance))
+            turn for _ in range(2 if chance.random() < 0.15 else 1) if (turn := _turn(album, stage, sight, chance))
         ]
         if not turns:
             misses += 1
@@ -176,11 +258,12 @@ def _fill(
 
 
 def _lookup_draft(
-    kind: str, writer: Writer, diet: Diet, split: Split, size: Size, chance: Random, room: int, easy: bool
+    kind: str, writer: Writer, diet: Diet, stage: Stage, size: Size, chance: Random, room: int
 ) -> Draft | None:
     """With the search tool on offer: calls for what is not there, answers for what is, answers once it was found."""
+    split = stage.split
     library = Documents(chance, split, size)
-    count = chance.choice([count for count in diet.bounds.counts if count <= (2 if easy else 4)])
+    count = chance.choice([count for count in diet.bounds.counts if count <= min(stage.pictures - 1, 4)])
     album = mixed_album(chance, split, size, count)
     known = {name for world in album.worlds if isinstance(world, Documents) for name in world.id_of}
     question, call = look_up(library, chance, split)
@@ -188,7 +271,7 @@ def _lookup_draft(
         if not known.intersection(question.text.replace("?", " ").replace(".", " ").split()):
             break
         question, call = look_up(library, chance, split)
-    gaps, jumps = _gaps(len(album.entries), chance)
+    gaps, jumps = _gaps(len(album.entries), chance, wide=stage.jumps)
     sight = Sight()
     draft, seen = writer.lay_out(album.entries, sight, gaps, opening=writer.tool_opening, jumps=jumps)
     between = draft.tail + chance.choice(BETWEEN)
@@ -203,7 +286,7 @@ def _lookup_draft(
                 [(draft.tail + chance.choice(BETWEEN) + more.text, its_call, KINDS.index("search"))]
             )
             writer.ask(draft, seen, ids, spans)
-        return _fill(draft, seen, writer, album, split, sight, room, diet.questions, chance)
+        return _fill(draft, seen, writer, album, stage, sight, room, diet.questions, chance)
     flow = draft.segment(set(seen))
     draft.text(asked + writer.tool_turn, flow)
     seen = seen | {flow}
@@ -216,7 +299,7 @@ def _lookup_draft(
         writer.tool_reply + found,
         [(len(writer.tool_reply), len(writer.tool_reply) + len(found), KINDS.index("found"))],
     )
-    return _fill(draft, seen, writer, Album(chance, [library]), split, sight, room, diet.questions, chance, lead=lead)
+    return _fill(draft, seen, writer, Album(chance, [library]), stage, sight, room, diet.questions, chance, lead=lead)
 
 
 @dataclass(slots=True)
@@ -313,17 +396,20 @@ class Batches(IterableDataset[Batch]):
         number, step = (worker.id if worker else 0), 0
         if worker:
             torch.set_num_threads(1)
-        splits = [*first_steps(), trained()]
+        course = stages()
         diet, bounds = self._diet, self._diet.bounds
-        shares = {"pictures": diet.pictures, "clips": diet.clips, "streams": diet.streams, "lookups": diet.lookups}
+        by_size = sorted(bounds.sizes, key=lambda size: size[0] * size[1])
         while True:
             done = step * (worker.num_workers if worker else 1) + number
-            level = sum(done >= one for one in EASY)
-            split = splits[level]
-            chance = split.chance(self._seed, number, step)
+            stage = next(stage for stage in course if done < stage.until)
+            chance = stage.split.chance(self._seed, number, step)
+            shares = diet.shares(stage)
             kind = chance.choices(list(shares), list(shares.values()))[0]
-            size = bounds.sizes[0] if chance.random() < 0.6 else chance.choice(bounds.sizes)
-            rows = [make_row(kind, self._writer, diet, split, size, chance, easy=level < 2) for _ in range(diet.batch)]
+            sizes = by_size[: stage.sizes]
+            size = bounds.sizes[0] if bounds.sizes[0] in sizes and chance.random() < 0.5 else chance.choice(sizes)
+            if kind == "notes" and (stage.split.most_lines <= 2 or chance.random() < 0.3):
+                size = bounds.note
+            rows = [make_row(kind, self._writer, diet, stage, size, chance) for _ in range(diet.batch)]
             yield collate(kind, rows, diet.length, self._writer.form.axes)
             step += 1
 

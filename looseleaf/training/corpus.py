@@ -22,6 +22,7 @@ def corpus() -> tuple[str, ...]:
     size = (224, 224)
     lines = [*CORPUS, *FILLERS, *OPENERS, *BETWEEN, HARMLESS, *SYSTEMS, str(SEARCH_TOOL).replace("'", '"')]
     lines += [f" {name}" for name in NAMES] * 4
+    lines += ["assistant", "user", "system", "picture", "image"] * 20
     for _ in range(60):
         clip = Clip(chance, split, 112, frames=5)
         stream = Stream(chance, split, 112, frames=12, needles=4)

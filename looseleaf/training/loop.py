@@ -31,11 +31,11 @@ from looseleaf.workloads.bounds import TRAINED
 
 DIETS: dict[str, Diet] = {
     "qwen2_5_vl": Diet(
-        bounds=TRAINED["qwen2_5_vl"], length=1024, batch=64, pictures=0.56, clips=0.2, streams=0.16, lookups=0.08
+        bounds=TRAINED["qwen2_5_vl"], length=1024, batch=128, pictures=0.56, clips=0.2, streams=0.16, lookups=0.08
     ),
-    "qwen3_vl": Diet(bounds=TRAINED["qwen3_vl"], length=1536, batch=40, questions=0.7),
-    "kimi_k25": Diet(bounds=TRAINED["kimi_k25"], length=1024, batch=64),
-    "deepseek_vl": Diet(bounds=TRAINED["deepseek_vl"], length=1536, batch=40, questions=0.7),
+    "qwen3_vl": Diet(bounds=TRAINED["qwen3_vl"], length=1536, batch=64, questions=0.9),
+    "kimi_k25": Diet(bounds=TRAINED["kimi_k25"], length=1024, batch=128),
+    "deepseek_vl": Diet(bounds=TRAINED["deepseek_vl"], length=1536, batch=64, questions=0.9),
 }
 WARM_STEPS = 100
 NOISE = 0.02
@@ -121,7 +121,7 @@ def train(
             }  # fmt: skip
             score.zero_()
             log.append(row)
-            if step % 200 == 0 or step < 21:
+            if step % (100 if step < 2000 else 200) == 0 or step < 21:
                 shown = " ".join(f"{name} {value:.2f}" for name, value in known.items())
                 tell(f"{step} {row['s']:.0f}s waited {waited:.0f}s loss {row['loss']} {shown}")
     trainee.model.eval()

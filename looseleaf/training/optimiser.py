@@ -19,6 +19,8 @@ SIZE = 0.8
 PLAIN = 0.3
 """AdamW's share of the rate. Both were found on single pictures of one shape: colours were named after 100 steps in
 place of 200 (and after more than 250 by AdamW alone)."""
+TABLES = ("embed_tokens", "lm_head", "pos_emb", "position_embedding")
+"""Parameters that are rows to look up, by name: each row learns by itself, so AdamW takes them."""
 STEPS = (
     (4.0848, -6.8946, 2.9270),
     (3.9505, -6.3029, 2.6377),
@@ -36,13 +38,12 @@ class Optimiser:
         groups: dict[tuple[int, ...], list[nn.Parameter]] = defaultdict(list)
         plain: list[nn.Parameter] = []
         for name, parameter in named:
-            in_block = ".layers." in name or ".blocks." in name
-            if in_block and parameter.dim() == 2:
-                groups[tuple(parameter.shape)].append(parameter)
+            if parameter.dim() > 1 and not any(table in name for table in TABLES):
+                groups[parameter.shape[0], parameter[0].numel()].append(parameter)
             else:
                 plain.append(parameter)
         self._matrices: list[list[Tensor]] = [list(group) for group in groups.values()]
-        self._moments = [torch.zeros(len(group), *group[0].shape, device=group[0].device) for group in self._matrices]
+        self._moments = [torch.zeros(len(group), *shape, device=group[0].device) for shape, group in groups.items()]
         fused = plain[0].device.type == "cuda"
         self._plain = torch.optim.AdamW(plain, lr=1.0, betas=(0.9, 0.98), weight_decay=DECAY, fused=fused)
         self._parameters = [*plain, *(one for group in self._matrices for one in group)]
@@ -57,12 +58,13 @@ class Optimiser:
         for parameters, moments in zip(self._matrices, self._moments, strict=True):
             if any(one.grad is None for one in parameters):
                 continue  # a batch without pictures
-            slopes = torch.stack([one.grad for one in parameters if one.grad is not None])
+            slopes = torch.stack([one.grad.flatten(1) for one in parameters if one.grad is not None])
             moments.lerp_(slopes, 1 - MOMENTUM)
             steps = orthogonal(slopes.lerp(moments, MOMENTUM))
             size = SIZE * max(steps.shape[1:]) ** 0.5
             torch._foreach_mul_(parameters, 1 - rate * DECAY)
-            torch._foreach_add_(parameters, list(steps.to(parameters[0].dtype).unbind()), alpha=-rate * size)
+            shaped = [step.view_as(one) for step, one in zip(steps.to(parameters[0].dtype), parameters, strict=True)]
+            torch._foreach_add_(parameters, shaped, alpha=-rate * size)
         for one in self._parameters:
             one.grad = None
         return length

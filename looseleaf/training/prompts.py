@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
@@ -20,9 +20,14 @@ from numpy.typing import NDArray
 from looseleaf.workloads.albums import Album, Entry
 from looseleaf.workloads.lookups import SEARCH_TOOL
 from looseleaf.workloads.pictures import Picture
-from looseleaf.workloads.questions import Question
+from looseleaf.workloads.questions import Fact, Question
 
 IGNORED = -100
+
+Turn = tuple[str, str | Sequence[Fact], int]
+"""A question, its answer or the facts of a form, and the number of its kind."""
+
+FORM_ENTRIES = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -304,16 +309,27 @@ class Writer:
         else:
             draft.image(entry, segment, self.form, self._opening, self._closing)
 
-    def branch(self, turns: Sequence[tuple[str, str, int]]) -> tuple[list[int], list[tuple[int, int, int]]]:
-        """Questions and answers of one branch as ids, and the spans (start, stop, kind) of the answers."""
+    def branch(self, turns: Sequence[Turn]) -> tuple[list[int], list[tuple[int, int, int]]]:
+        """Questions and answers of one branch as ids, and the spans (start, stop, kind) of what must be predicted.
+
+        Of a form that is its values alone: keys come in an order nobody could know.
+        """
         ids: list[int] = []
         spans: list[tuple[int, int, int]] = []
         for number, (question, answer, kind) in enumerate(turns):
             ids += self.next_turn + self.words.ids(self._lead + question) if number else self.words.ids(question)
             ids += self.reply
-            start = len(ids)
-            ids += self.words.ids(answer) + self.end
-            spans.append((start, len(ids), kind))
+            if isinstance(answer, str):
+                start = len(ids)
+                ids += self.words.ids(answer) + self.end
+                spans.append((start, len(ids), kind))
+                continue
+            for place, fact in enumerate(answer):
+                ids += self.words.ids(f", {fact.key}" if place else fact.key)
+                start = len(ids)
+                ids += self.words.ids(f" {fact.value}")
+                spans.append((start, len(ids), kind))
+            ids += self.end
         return ids, spans
 
     def ask(self, draft: Draft, seen: set[int], ids: list[int], spans: list[tuple[int, int, int]]) -> None:
@@ -325,14 +341,19 @@ class Writer:
             draft.text(ids[done:first], segment)
             draft.text(ids[first:last], segment, target=True, kind=kind)
             done = last
+        draft.text(ids[done:], segment)
         draft.at = start
 
 
-def pick_question(album: Album, chance: Random, split: Any, sight: Sight) -> Question | None:
-    """A question that can be answered under `sight`, by the weights of the worlds."""
+def pick_question(album: Album, chance: Random, split: Any, sight: Sight, *, plain: float = 1.0) -> Question | None:
+    """A question that can be answered under `sight`, by the weights of the worlds, those not on forms times `plain`."""
     kinds = album.kinds()
-    number, kind, _ = chance.choices(kinds, [weight for _, _, weight in kinds])[0]
+    weights = [weight * (1 if kind.startswith("form_") else plain) for _, kind, weight in kinds]
+    number, kind, _ = chance.choices(kinds, weights)[0]
     question = album.ask(number, kind, chance, split)
-    if sight.evicted.intersection(question.carriers) or (sight.blind and question.hops > 1):
+    if sight.blind and question.hops > 1:
         return None
-    return question
+    if question.facts:
+        seen = tuple(fact for fact in question.facts if not sight.evicted.intersection(fact.carriers))
+        return replace(question, facts=seen[:FORM_ENTRIES]) if seen else None
+    return None if sight.evicted.intersection(question.carriers) else question

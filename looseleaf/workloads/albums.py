@@ -52,10 +52,15 @@ class Album:
         """A question of `kind` about world `number`; `needs` counts this album's entries."""
         question = self.worlds[number].ask(kind, chance, split)
         places = self._places[number]
+
+        def placed(own: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(places[at] for at in own)
+
         return replace(
             question,
-            needs=tuple(places[at] for at in question.needs),
-            carriers=tuple(places[at] for at in question.carriers),
+            needs=placed(question.needs),
+            carriers=placed(question.carriers),
+            facts=tuple(fact._replace(carriers=placed(fact.carriers)) for fact in question.facts),
         )
 
     def absorbed(self) -> list[int]:
@@ -69,13 +74,16 @@ class Album:
         ]
 
 
-def mixed_album(chance: Random, split: Split, size: Size, count: int) -> Album:
-    """`count` pictures of `size`: scenes, often with a legend or two versions, and often two pages."""
+def mixed_album(chance: Random, split: Split, size: Size, count: int, *, as_text: float = 0.25) -> Album:
+    """`count` pictures of `size`: scenes, often with a legend or two versions, and often two pages.
+
+    A share of the pages is given as words instead.
+    """
     worlds: list[World] = []
     text: list[World] = []
     if count >= 2 and chance.random() < (0.5 if count > 2 else 0.4):
         worlds.append(Documents(chance, split, size))
-        if chance.random() < 0.25:
+        if chance.random() < as_text:
             text.append(worlds[0])
     rest = count - 2 * len(worlds)
     if rest:

@@ -18,9 +18,11 @@ class Bounds:
     clip_frames: tuple[int, ...]
     stream_frames: tuple[int, ...] = ()
     """None where the model was not trained on streams."""
+    note: Size = (56, 112)
+    """Of a note of a line or two."""
 
 
-_SIZES: tuple[Size, ...] = ((224, 224), (168, 224), (224, 280), (224, 168))
+_SIZES: tuple[Size, ...] = ((224, 224), (112, 168), (168, 168), (168, 224), (224, 168), (224, 280))
 
 TRAINED: dict[str, Bounds] = {
     "qwen2_5_vl": Bounds(
@@ -28,19 +30,24 @@ TRAINED: dict[str, Bounds] = {
         stream_frames=(6, 7, 8, 9, 11, 12, 14, 17, 20),
     ),
     "qwen3_vl": Bounds(
-        sizes=(_SIZES[0], _SIZES[1], _SIZES[3]), counts=(1, 2, 4), frame_side=112, clip_frames=(2, 3, 4, 6)
+        sizes=_SIZES[:5], counts=(1, 2, 4), frame_side=112, clip_frames=(2, 3, 4, 6)
     ),
     "kimi_k25": Bounds(sizes=_SIZES, counts=(1, 2, 3, 4, 6, 7), frame_side=112, clip_frames=(2, 3, 4, 6, 8)),
-    "deepseek_vl": Bounds(sizes=((224, 224),), counts=(1, 2, 4), frame_side=224, clip_frames=(2, 4)),
+    "deepseek_vl": Bounds(sizes=((224, 224),), counts=(1, 2, 4), frame_side=224, clip_frames=(2, 4), note=(224, 224)),
 }  # fmt: skip
 """What training draws."""
 
 HELD_OUT: dict[str, Bounds] = {
     "qwen2_5_vl": Bounds(
-        sizes=((224, 224), (196, 252)), counts=(5,), frame_side=112, clip_frames=(5, 7), stream_frames=(10, 16)
+        sizes=((224, 224), (196, 252)),
+        counts=(5,),
+        note=(56, 112),
+        frame_side=112,
+        clip_frames=(5, 7),
+        stream_frames=(10, 16),
     ),
     "qwen3_vl": Bounds(sizes=((224, 224), (196, 196)), counts=(3,), frame_side=112, clip_frames=(5,)),
     "kimi_k25": Bounds(sizes=((224, 224), (196, 252)), counts=(5,), frame_side=112, clip_frames=(5, 7)),
-    "deepseek_vl": Bounds(sizes=((224, 224),), counts=(3,), frame_side=224, clip_frames=(3,)),
+    "deepseek_vl": Bounds(sizes=((224, 224),), counts=(3,), frame_side=224, clip_frames=(3,), note=(224, 224)),
 }
 """What figures are reported on: numbers of pictures and, where a model takes several, sizes never trained on."""

@@ -6,7 +6,7 @@ from random import Random
 
 from looseleaf.workloads.masks import SHAPES
 from looseleaf.workloads.pictures import COLOURS, Picture, blank
-from looseleaf.workloads.questions import CELLS, Phrases, Question, Split
+from looseleaf.workloads.questions import ROWS, Fact, Phrases, Question, Split, cell_name, form
 
 GRID = 3
 
@@ -36,10 +36,8 @@ _FIRST = Phrases(
     usual=("Which came first: the {one} or the {other}?", "Of these, which happened first: the {one}, the {other}?"),
     held=("Which happened first: the {one} or the {other}?",),
 )
-_LIST_FRAME = Phrases(usual=("Describe frame {frame}.", "List what frame {frame} shows."),
-                      held=("List all that frame {frame} shows.",))  # fmt: skip
-_STORY = Phrases(usual=("What happened, frame by frame?", "Tell me all events of the clip."),
-                 held=("List all events, frame by frame.",))  # fmt: skip
+_FORM = Phrases(usual=("Fill in the {what} by frame.", "Give each frame its {what}."),
+                held=("Fill in each frame and its {what}.",))  # fmt: skip
 
 
 class Clip:
@@ -61,9 +59,9 @@ class Clip:
             self.states.append(state)
             self.pictures.append(_draw_frame(Random(look), state, side, font, str(number + 1)))
         self.absorbed = list(range(frames - 1))
-        self.kinds = {"frame_colour": 2.0, "frame_shape": 1.0, "list_frame": 2.0}
+        self.kinds = {"frame_colour": 2.0, "frame_shape": 1.0, "form_frames": 4.0}
         if frames > 1:
-            self.kinds |= {"happened": 3.0, "when": 2.0, "story": 4.0}
+            self.kinds |= {"happened": 3.0, "when": 2.0, "form_events": 6.0}
         if frames > 2:
             self.kinds["first_event"] = 1.0
 
@@ -79,17 +77,12 @@ class Clip:
                 return Question("clip", kind, text, state[shape][0], 1, (at,), (at,))
             case "frame_shape":
                 shape = chance.choice(list(state))
-                row, column = divmod(state[shape][1], GRID)
-                cell = CELLS.pick(chance, split).format(row=row + 1, column=column + 1)
+                cell = cell_name(state[shape][1], GRID)
                 return Question(
                     "clip", kind, _SHAPE.pick(chance, split).format(cell=cell, frame=number), shape, 1, (at,), (at,)
                 )
-            case "list_frame":
-                ordered = sorted(state.items(), key=lambda item: item[1][1])
-                answer = ", ".join(f"{colour} {shape}" for shape, (colour, _) in ordered)
-                return Question(
-                    "clip", kind, _LIST_FRAME.pick(chance, split).format(frame=number), answer, 1, (at,), (at,)
-                )
+            case "form_frames":
+                return self._form_frames(chance, split)
             case "happened":
                 text = _HAPPENED.pick(chance, split).format(frame=later + 1)
                 return Question("clip", kind, text, self.events[later - 1], 2, (later - 1, later), (later,))
@@ -111,8 +104,22 @@ class Clip:
                 return Question("clip", kind, text, answer, 2, needs, (one + 1, other + 1))
             case _:
                 every = tuple(range(len(self.states)))
-                text = _STORY.pick(chance, split)
-                return Question("clip", kind, text, ", ".join(self.events), 2, every, every[1:])
+                text = _FORM.pick(chance, split).format(what="event")
+                facts = [Fact(f"{place + 1} the", event, (place,)) for place, event in enumerate(self.events, 1)]
+                return form("clip", kind, text, 2, every, facts, chance, again=True)
+
+    def _form_frames(self, chance: Random, split: Split) -> Question:
+        """Colours of shapes, or what is in cells, here and there in the clip."""
+        by_shape = chance.random() < 0.5
+        text = _FORM.pick(chance, split).format(what="colours" if by_shape else "things")
+        facts: list[Fact] = []
+        for at, state in enumerate(self.states):
+            for shape, (colour, cell) in state.items():
+                if by_shape:
+                    facts.append(Fact(f"{at + 1} {shape}", colour, (at,)))
+                else:
+                    facts.append(Fact(f"{at + 1} {cell_name(cell, GRID)}", f"{colour} {shape}", (at,)))
+        return form("clip", "form_frames", text, 1, range(len(self.states)), facts, chance)
 
 
 def _happen(chance: Random, state: dict[str, tuple[str, int]], unused: list[str]) -> str:
@@ -150,7 +157,7 @@ def _draw_frame(chance: Random, state: dict[str, tuple[str, int]], side: int, fo
     left = edge + chance.randrange(max(1, side - edge - pitch * GRID))
     for number in range(GRID):
         sheet.write(str(number + 1), left + pitch * number + pitch // 2 - 6, head - 24, font, 0)
-        sheet.write(str(number + 1), left - 14, head + pitch * number + pitch // 2 - 15, font, 0)
+        sheet.write(ROWS[number], left - 14, head + pitch * number + pitch // 2 - 15, font, 0)
     for shape, (colour, cell) in state.items():
         row, column = divmod(cell, GRID)
         middle = (left + pitch * column + pitch // 2, head + pitch * row + pitch // 2)

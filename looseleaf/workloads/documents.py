@@ -8,7 +8,7 @@ from __future__ import annotations
 from random import Random
 
 from looseleaf.workloads.pictures import Picture, blank
-from looseleaf.workloads.questions import LETTERS, NOT_SHOWN, Phrases, Question, Size, Split
+from looseleaf.workloads.questions import LETTERS, NOT_SHOWN, Fact, Phrases, Question, Size, Split, form
 
 NAMES = (
     "Anna", "Ben", "Carl", "Dora", "Emil", "Fay", "Gus", "Hugo", "Ida", "Jack", "Kim", "Leo", "Mia", "Noah", "Olga",
@@ -27,13 +27,11 @@ _LINE = Phrases(
     usual=("Read line {line} of the page with the {field}.", "What is on line {line} of the page with the {field}?"),
     held=("What does line {line} of the page with the {field} show?",),
 )
-_LIST_IDS = Phrases(
-    usual=("Read the {first} of each name.", "List each {first}."), held=("List the {first} of each name.",)
-)
-_LIST_VALUES = Phrases(usual=("Read the {second} of each {first}.", "List each {second}."),
-                       held=("List the {second} of each {first}.",))  # fmt: skip
-_LIST_MATCHES = Phrases(usual=("Match each {second} with a name.", "Who has which {second}?"),
-                        held=("Match a name with each {second}.",))  # fmt: skip
+_FORM_LINES = Phrases(usual=("Read each line of the page with the {field}.",
+                             "What is on each line of the page with the {field}?"),
+                      held=("Read what each line of the page with the {field} is.",))  # fmt: skip
+_FORM = Phrases(usual=("Fill in the {field} of each {owner}.", "Give each {owner} its {field}."),
+                held=("Fill in each {owner} and its {field}.",))  # fmt: skip
 
 
 class Documents:
@@ -53,7 +51,6 @@ class Documents:
         shuffled = list(ids)
         chance.shuffle(shuffled)
         self.value_of = {one: str(chance.randrange(10, 100)) for one in shuffled}
-        self.name_of = {one: name for name, one in self.id_of.items()}
         font = chance.choice(split.fonts)
         self.pictures: list[Picture] = [
             _draw_page(chance, size, font, ("name", self.first), list(self.id_of.items())),
@@ -61,17 +58,20 @@ class Documents:
         ]
         self.absorbed = [0]
         self.kinds = {"line": 1.0, "id_of": 1.5, "value_of_id": 1.5, "value_of": 3.0, "no_name": 0.4}
-        self.kinds |= {"list_ids": 2.0, "list_values": 2.0, "list_matches": 4.0}
+        self.kinds |= {"form_lines": 2.0, "form_ids": 3.0, "form_values": 3.0, "form_matches": 6.0}
 
     def texts(self) -> tuple[str, str]:
         """The two pages as words."""
         heads = (f"name {self.first}", f"{self.first} {self.second}")
-        bodies = ("".join(f"\n{a} {b}" for a, b in table.items()) for table in (self.id_of, self.value_of))
+        bodies = (
+            "".join(f"\n{line} {one} {other}" for line, (one, other) in enumerate(table.items(), 1))
+            for table in (self.id_of, self.value_of)
+        )
         first, second = (head + body + "\n" for head, body in zip(heads, bodies, strict=True))
         return first, second
 
     def ask(self, kind: str, chance: Random, split: Split) -> Question:
-        words = {"first": self.first, "second": self.second}
+        words: dict[str, str] = {}
         name, one = chance.choice(list(self.id_of.items()))
         page = chance.randrange(2)
         match kind:
@@ -91,20 +91,32 @@ class Documents:
             case "no_name":
                 found, answer = _FIELD_OF, NOT_SHOWN
                 words |= {"field": (self.first, self.second)[page], "owner": chance.choice(self.absent)}
-            case "list_ids":
-                found, answer = _LIST_IDS, ", ".join(f"{name} {one}" for name, one in self.id_of.items())
-            case "list_values":
-                found, answer = _LIST_VALUES, ", ".join(f"{one} {value}" for one, value in self.value_of.items())
             case _:
-                found = _LIST_MATCHES
-                answer = ", ".join(f"{self.name_of[one]} {value}" for one, value in self.value_of.items())
+                return self._form(kind, chance, split)
         text = found.pick(chance, split).format(**words)
-        hops = 2 if kind in ("value_of", "list_matches") else 1
-        needs = {"line": (page,), "id_of": (0,), "list_ids": (0,), "value_of_id": (1,), "list_values": (1,)}.get(
-            kind, (0, 1)
-        )
+        hops = 2 if kind == "value_of" else 1
+        needs = {"line": (page,), "id_of": (0,), "value_of_id": (1,)}.get(kind, (0, 1))
         carriers = (1,) if hops == 2 else needs
         return Question("documents", kind, text, answer, hops, needs, carriers)
+
+    def _form(self, kind: str, chance: Random, split: Split) -> Question:
+        needs: tuple[int, ...]
+        if kind == "form_lines":
+            page = chance.randrange(2)
+            lines = enumerate((self.id_of, self.value_of)[page].items(), 1)
+            facts = [Fact(str(line), f"{one} {other}", (page,)) for line, (one, other) in lines]
+            text = _FORM_LINES.pick(chance, split).format(field=("name", self.second)[page])
+            return form("documents", kind, text, 1, (page,), facts, chance, again=True)
+        if kind == "form_ids":
+            owner, field, hops, needs, table = "name", self.first, 1, (0,), self.id_of
+        elif kind == "form_values":
+            owner, field, hops, needs, table = self.first, self.second, 1, (1,), self.value_of
+        else:
+            table = {name: self.value_of[one] for name, one in self.id_of.items()}
+            owner, field, hops, needs = "name", self.second, 2, (0, 1)
+        text = _FORM.pick(chance, split).format(owner=owner, field=field)
+        facts = [Fact(key, value, needs[-1:]) for key, value in table.items()]
+        return form("documents", kind, text, hops, needs, facts, chance, again=True)
 
 
 def _draw_page(chance: Random, size: Size, font: int, heads: tuple[str, str], lines: list[tuple[str, str]]) -> Picture:

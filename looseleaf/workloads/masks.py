@@ -24,7 +24,7 @@ SHAPES = (
 SHAPE_SIZES = (26, 34, 44)
 SHAPE_BOX = 44
 CHARACTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
-LETTER_SIZES = (15, 18, 22)
+LETTER_SIZES = (17, 20, 23)
 LETTER_BOX = 28
 BASELINE = 21
 """Where letters stand in their box."""

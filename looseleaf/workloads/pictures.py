@@ -28,7 +28,7 @@ COLOURS: dict[str, Colour] = {
     "cyan": (30, 178, 200),
     "pink": (240, 110, 178),
 }
-"""Told apart on white and on black."""
+"""Told apart on white."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +69,9 @@ class Sheet:
 
 
 def blank(chance: Random, width: int, height: int) -> Sheet:
-    """A light or dark sheet of slightly random tone."""
-    if chance.random() < 0.6:
-        tone, ink = 232, 16
-    else:
-        tone, ink = 8, 226
-    ground = (tone + chance.randrange(18), tone + chance.randrange(18), tone + chance.randrange(18))
-    shade = ink + chance.randrange(14)
+    """A light sheet of slightly random tone."""
+    ground = (232 + chance.randrange(18), 232 + chance.randrange(18), 232 + chance.randrange(18))
+    shade = 16 + chance.randrange(14)
     return Sheet(width, height, ground, (shade, shade, shade))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from looseleaf.workloads.masks import fonts
 from looseleaf.workloads.pictures import Picture
@@ -25,6 +25,14 @@ NOT_SHOWN = "not shown"
 """The answer where the pictures have none."""
 
 
+class Fact(NamedTuple):
+    """One entry of a form: a key, which is given, and a value, which is asked for."""
+
+    key: str
+    value: str
+    carriers: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Question:
     """One question about the pictures of an album; `needs` and `carriers` count them from 0."""
@@ -36,6 +44,8 @@ class Question:
     hops: int
     needs: tuple[int, ...]
     carriers: tuple[int, ...]
+    facts: tuple[Fact, ...] = ()
+    """A form's entries; none in a plain question."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,11 +81,11 @@ def trained() -> Split:
 
 
 def first_steps() -> tuple[Split, Split]:
-    """What training begins with: one or two shapes or lines a picture, then a few. Reading comes before finding."""
+    """What training begins with: a few shapes or lines a picture, then some more. Reading comes before finding."""
     whole = trained()
     return (
-        replace(whole, grids=((1, 1), (1, 2), (2, 1)), most_lines=2),
-        replace(whole, grids=((1, 2), (2, 2), (2, 3), (3, 2)), most_lines=4),
+        replace(whole, grids=((1, 2), (2, 1), (2, 2), (2, 3), (3, 2)), most_lines=5),
+        replace(whole, grids=((2, 2), (2, 3), (3, 2), (3, 3), (2, 4)), most_lines=7),
     )
 
 
@@ -105,6 +115,21 @@ class Phrases:
         return chance.choice(self.held if split.held_wordings else self.usual)
 
 
+def form(
+    task: str, kind: str, text: str, hops: int, needs: Sequence[int], facts: list[Fact], chance: Random,
+    *, again: bool = False,
+) -> Question:  # fmt: skip
+    """Many small questions for the price of one: `facts` in random order.
+
+    With `again` some come twice and some not at all: values that are all different could be told by elimination, and
+    nothing would be looked up.
+    """
+    facts = chance.choices(facts, k=len(facts) + 2) if again else chance.sample(facts, len(facts))
+    answer = ", ".join(f"{fact.key} {fact.value}" for fact in facts)
+    carriers = sorted({one for fact in facts for one in fact.carriers})
+    return Question(task, kind, text, answer, hops, tuple(needs), tuple(carriers), tuple(facts))
+
+
 class World(Protocol):
     """Some pictures that belong together, in an order that matters, and what can be asked about them."""
 
@@ -123,10 +148,14 @@ class World(Protocol):
         ...
 
 
-CELLS = Phrases(
-    usual=("row {row}, column {column}", "column {column} of row {row}", "row {row} and column {column}"),
-    held=("column {column} in row {row}", "row {row} at column {column}"),
-)
+ROWS = "ABCDEFG"
+
+
+def cell_name(at: int, columns: int) -> str:
+    """As on a chessboard turned round: the row's letter, the column's number."""
+    return f"{ROWS[at // columns]}{at % columns + 1}"
+
+
 PICTURES = Phrases(
     usual=("picture {tag}", "image {tag}", "the picture marked {tag}"),
     held=("the image marked {tag}",),

@@ -11,14 +11,28 @@ from random import Random
 
 from looseleaf.workloads.masks import SHAPES
 from looseleaf.workloads.pictures import COLOURS, Picture, blank
-from looseleaf.workloads.questions import CELLS, NOT_SHOWN, PICTURES, Phrases, Question, Size, Split
+from looseleaf.workloads.questions import (
+    NOT_SHOWN,
+    PICTURES,
+    ROWS,
+    Fact,
+    Phrases,
+    Question,
+    Size,
+    Split,
+    cell_name,
+    form,
+)
 
 Cell = tuple[str, str]
 """A shape and its colour."""
 
 TAG_HEIGHT, SIDE_WIDTH = 28, 46
-"""Room for a picture's letter, and for the numbers of columns and rows: a vision tower that knows no absolute positions
-(Qwen2.5-VL's) could not tell them otherwise."""
+"""Room for a picture's letter, and for the letters of rows and the numbers of columns: a vision tower that knows no
+absolute positions (Qwen2.5-VL's) could not tell them otherwise."""
+
+LEAST_PITCH = 27
+"""From one shape to the next: the smallest are 26 wide."""
 
 _AT = Phrases(
     usual=(
@@ -70,10 +84,17 @@ _CHANGED_TO = Phrases(
     ),
     held=("What is new in {after} that {before} has not?", "What does the cell that changed in {after} show?"),
 )  # fmt: skip
-_LIST = Phrases(usual=("List the {what}s of {picture}.", "Give all {what}s of {picture}, row by row."),
-                held=("List all {what}s of {picture}.",))  # fmt: skip
-_LIST_LEGEND = Phrases(usual=("Read the key.", "List all codes of the key."), held=("List the codes of the key.",))
-_LIST_CHANGES = Phrases(usual=("Compare {after} with {before}, cell by cell.",
+_FORM = Phrases(usual=("Fill in the {what} of each cell of {picture}.", "Give each cell of {picture} its {what}."),
+                held=("Fill in each cell of {picture} and its {what}.",))  # fmt: skip
+_FORM_THINGS = Phrases(usual=("Fill in the cell of each thing of {picture}.", "Give each thing of {picture} its cell."),
+                       held=("Fill in each thing of {picture} and its cell.",))  # fmt: skip
+_FORM_TAGS = Phrases(usual=("Fill in the picture of each thing.", "Give each thing its picture."),
+                     held=("Fill in each thing and its picture.",))  # fmt: skip
+_FORM_KEY = Phrases(usual=("Fill in each cell of the key.", "Give each cell of the key its shape and code."),
+                    held=("Fill in each cell of the key, shape and code.",))  # fmt: skip
+_FORM_LEGEND = Phrases(usual=("Fill in the code of each shape.", "Give each shape its code."),
+                       held=("Fill in each shape and its code.",))  # fmt: skip
+_FORM_CHANGES = Phrases(usual=("Compare {after} with {before}, cell by cell.",
                                "Is each cell of {after} as in {before}?"),
                         held=("Compare each cell of {after} with {before}.",))  # fmt: skip
 
@@ -88,6 +109,10 @@ class Scene:
     cells: list[Cell]
     place: int
 
+    def shows(self, cell: str, thing: Cell) -> bool:
+        """Whether `thing` is at the cell of that name."""
+        return any(one == thing and cell_name(at, self.columns) == cell for at, one in enumerate(self.cells))
+
 
 class Scenes:
     """A legend, or none, and scenes behind it, some of them in two versions."""
@@ -96,8 +121,10 @@ class Scenes:
         """`count` pictures of `size`, legend and later versions included; `pairs` scenes have two versions."""
         self.pictures: list[Picture] = []
         self._size, self._font = size, chance.choice(split.fonts)
-        self._tags = chance.sample("ABCDEFGHJKLMNPRSTUVWXYZ", 8)
-        shapes = chance.sample(SHAPES, min(split.most_lines, chance.randint(7, 12)) if legend else 12)
+        self._tags = chance.sample("HJKLMNPRSTUVWXYZ", 8)
+        self._legend_columns = 2 if size[1] < 190 else 3
+        fit = self._legend_columns * ((size[0] - TAG_HEIGHT - 2) // LEAST_PITCH)
+        shapes = chance.sample(SHAPES, min(split.most_lines, fit, chance.randint(7, 12)) if legend else 12)
         self.codes = {shape: str(chance.randrange(10)) for shape in shapes} if legend else {}
         if legend:
             self._draw_legend(chance)
@@ -108,56 +135,82 @@ class Scenes:
             self._add_scene(chance, split, list(shapes), twice=number < pairs)
         self.absorbed = [0] * legend + [before.place for before, _, _ in self.changes]
         self.kinds = {"colour": 1.0, "shape": 1.0, "tag": 1.0, "colour_of": 1.0, "where": 1.0}
-        self.kinds |= {"list_colours": 1.0, "list_shapes": 1.5}
+        self.kinds |= {"form_cells": 5.0, "form_things": 2.0, "form_tags": 2.0}
         if not self.scenes:
             self.kinds = {}
         elif legend:
-            self.kinds |= {"code": 3.0, "list_codes": 5.0}
+            self.kinds |= {"code": 3.0, "form_codes": 6.0}
         else:
             self.kinds["no_code"] = 0.4
         if legend:
-            self.kinds |= {"legend": 1.5, "legend_cell": 1.0, "list_legend": 1.5}
+            self.kinds |= {"legend": 1.5, "legend_cell": 1.0, "form_legend": 3.0, "form_key": 2.0}
         if self.changes:
-            self.kinds["list_changes"] = 3.0
+            self.kinds["form_changes"] = 4.0
         if any(len(places) == 1 for _, _, places in self.changes):
             self.kinds |= {"changed_cell": 2.0, "changed_to": 2.0}
 
     def ask(self, kind: str, chance: Random, split: Split) -> Question:
-        if kind in ("legend", "legend_cell", "list_legend"):
+        if kind in ("legend", "legend_cell", "form_legend", "form_key"):
             return self._ask_legend(kind, chance, split)
         if kind in ("tag", "colour_of", "where"):
             return self._ask_thing(kind, chance, split)
-        if kind in ("changed_cell", "changed_to", "list_changes"):
+        if kind in ("changed_cell", "changed_to", "form_changes"):
             return self._ask_change(kind, chance, split)
+        if kind.startswith("form_"):
+            return self._form(kind, chance, split)
         scene = chance.choice(self.scenes)
         picture = PICTURES.pick(chance, split).format(tag=scene.tag)
-        if kind.startswith("list_"):
-            text = _LIST.pick(chance, split).format(picture=picture, what=kind[len("list_") : -1])
-            values = {
-                "list_colours": [colour for _, colour in scene.cells],
-                "list_shapes": [shape for shape, _ in scene.cells],
-                "list_codes": [self.codes.get(shape, "") for shape, _ in scene.cells],
-            }[kind]
-            answer = _by_rows(values, scene.columns)
-        else:
-            at = chance.randrange(len(scene.cells))
-            cell = CELLS.pick(chance, split).format(row=at // scene.columns + 1, column=at % scene.columns + 1)
-            text = _AT.pick(chance, split).format(picture=picture, cell=cell, what=kind.removeprefix("no_"))
-            shape, colour = scene.cells[at]
-            answer = {"colour": colour, "shape": shape, "code": self.codes.get(shape, ""), "no_code": NOT_SHOWN}[kind]
-        if kind in ("code", "list_codes"):
+        at = chance.randrange(len(scene.cells))
+        cell = cell_name(at, scene.columns)
+        text = _AT.pick(chance, split).format(picture=picture, cell=cell, what=kind.removeprefix("no_"))
+        shape, colour = scene.cells[at]
+        answer = {"colour": colour, "shape": shape, "code": self.codes.get(shape, ""), "no_code": NOT_SHOWN}[kind]
+        if kind == "code":
             return Question("legend", kind, text, answer, 2, (0, scene.place), (scene.place,))
         return Question("legend", kind, text, answer, 1, (scene.place,), (scene.place,))
 
+    def _form(self, kind: str, chance: Random, split: Split) -> Question:
+        """Cells of one picture, or of several, each then with its picture's letter."""
+        several = len(self.scenes) > 1 and (kind == "form_tags" or chance.random() < 0.5)
+        chosen = self.scenes if several else [chance.choice(self.scenes)]
+        facts: list[Fact] = []
+        for scene in chosen:
+            for at, (shape, colour) in enumerate(scene.cells):
+                cell = cell_name(at, scene.columns)
+                key = f"{scene.tag} {cell}" if several else cell
+                if kind == "form_tags":
+                    if sum(other.shows(cell, (shape, colour)) for other in self.scenes) == 1:
+                        facts.append(Fact(f"{cell} {colour} {shape}", scene.tag, (scene.place,)))
+                elif kind == "form_things":
+                    if scene.cells.count((shape, colour)) == 1:
+                        thing = f"{scene.tag} {colour} {shape}" if several else f"{colour} {shape}"
+                        facts.append(Fact(thing, cell, (scene.place,)))
+                else:
+                    value = f"{colour} {shape}" if kind == "form_cells" else self.codes[shape]
+                    facts.append(Fact(key, value, (scene.place,)))
+        if not facts:
+            return self._form("form_cells", chance, split)
+        picture = "all pictures" if several else PICTURES.pick(chance, split).format(tag=chosen[0].tag)
+        coded = kind == "form_codes"
+        wording = {"form_things": _FORM_THINGS, "form_tags": _FORM_TAGS}.get(kind, _FORM).pick(chance, split)
+        text = wording.format(what="code" if coded else "thing", picture=picture)
+        needs = [0] * coded + [scene.place for scene in chosen]
+        return form("legend", kind, text, 1 + coded, needs, facts, chance)
+
     def _ask_legend(self, kind: str, chance: Random, split: Split) -> Question:
-        if kind == "list_legend":
-            text = _LIST_LEGEND.pick(chance, split)
-            return Question("legend", kind, text, ", ".join(f"{s} {c}" for s, c in self.codes.items()), 1, (0,), (0,))
+        if kind == "form_legend":
+            facts = [Fact(shape, code, (0,)) for shape, code in self.codes.items()]
+            return form("legend", kind, _FORM_LEGEND.pick(chance, split), 1, (0,), facts, chance)
+        if kind == "form_key":
+            facts = [
+                Fact(cell_name(at, self._legend_columns), f"{shape} {code}", (0,))
+                for at, (shape, code) in enumerate(self.codes.items())
+            ]
+            return form("legend", kind, _FORM_KEY.pick(chance, split), 1, (0,), facts, chance)
         at = chance.randrange(len(self.codes))
         shape, code = list(self.codes.items())[at]
         if kind == "legend_cell":
-            row, column = divmod(at, self._legend_columns)
-            cell = CELLS.pick(chance, split).format(row=row + 1, column=column + 1)
+            cell = cell_name(at, self._legend_columns)
             return Question("legend", kind, _LEGEND_CELL.pick(chance, split).format(cell=cell), code, 1, (0,), (0,))
         return Question("legend", kind, _LEGEND.pick(chance, split).format(shape=shape), code, 1, (0,), (0,))
 
@@ -166,49 +219,49 @@ class Scenes:
         scene = chance.choice(self.scenes)
         at = chance.randrange(len(scene.cells))
         shape, colour = scene.cells[at]
-        cell = {"row": at // scene.columns + 1, "column": at % scene.columns + 1}
+        cell = cell_name(at, scene.columns)
         rivals = {
-            "tag": sum(self._shows(other, cell, scene.cells[at]) for other in self.scenes),
+            "tag": sum(other.shows(cell, scene.cells[at]) for other in self.scenes),
             "colour_of": sum(other == shape for other, _ in scene.cells),
             "where": scene.cells.count(scene.cells[at]),
         }[kind]
         if rivals > 1:
             return self.ask("colour", chance, split)
-        place = CELLS.pick(chance, split).format(**cell)
         picture = PICTURES.pick(chance, split).format(tag=scene.tag)
         phrases = {"tag": _TAG, "colour_of": _COLOUR_OF, "where": _WHERE}[kind]
-        words = {"picture": picture, "cell": place, "shape": shape, "thing": f"{colour} {shape}"}
-        answer = {"tag": scene.tag, "colour_of": colour, "where": "row {row}, column {column}".format(**cell)}[kind]
+        words = {"picture": picture, "cell": cell, "shape": shape, "thing": f"{colour} {shape}"}
+        answer = {"tag": scene.tag, "colour_of": colour, "where": cell}[kind]
         text = phrases.pick(chance, split).format(**words)
         return Question("legend", kind, text, answer, 1, (scene.place,), (scene.place,))
 
-    @staticmethod
-    def _shows(scene: Scene, cell: dict[str, int], thing: Cell) -> bool:
-        row, column = cell["row"] - 1, cell["column"] - 1
-        return row < scene.rows and column < scene.columns and scene.cells[row * scene.columns + column] == thing
-
     def _ask_change(self, kind: str, chance: Random, split: Split) -> Question:
         single = [change for change in self.changes if len(change[2]) == 1]
-        before, after, places = chance.choice(self.changes if kind == "list_changes" else single)
+        before, after, places = chance.choice(self.changes if kind == "form_changes" else single)
         wording = PICTURES.pick(chance, split)
         names = {"before": wording.format(tag=before.tag), "after": wording.format(tag=after.tag)}
         needs, carriers = (before.place, after.place), (after.place,)
-        if kind == "list_changes":
-            text = _LIST_CHANGES.pick(chance, split).format(**names)
-            marks = ["new" if at in places else "same" for at in range(len(after.cells))]
-            return Question("change", kind, text, _by_rows(marks, after.columns), 2, needs, carriers)
+        if kind == "form_changes":
+            text = _FORM_CHANGES.pick(chance, split).format(**names)
+            same = [at for at in range(len(after.cells)) if at not in places]
+            facts = [
+                Fact(cell_name(at, after.columns), "new" if at in places else "same", carriers)
+                for at in [*places, *chance.sample(same, min(len(same), 3 + len(places)))]
+            ]
+            return form("change", kind, text, 2, needs, facts, chance)
         at = places[0]
         if kind == "changed_cell":
-            text, answer = (
-                _CHANGED.pick(chance, split),
-                f"row {at // after.columns + 1}, column {at % after.columns + 1}",
-            )
+            text, answer = _CHANGED.pick(chance, split), cell_name(at, after.columns)
         else:
             text, answer = _CHANGED_TO.pick(chance, split), " ".join(reversed(after.cells[at]))
         return Question("change", kind, text.format(**names), answer, 2, needs, carriers)
 
     def _add_scene(self, chance: Random, split: Split, shapes: list[str], *, twice: bool) -> None:
-        rows, columns = chance.choice(split.grids)
+        height, width = self._size
+        fit = [
+            (rows, columns) for rows, columns in split.grids
+            if rows * LEAST_PITCH <= height - TAG_HEIGHT - 2 and columns * LEAST_PITCH <= width - SIDE_WIDTH
+        ]  # fmt: skip
+        rows, columns = chance.choice(fit)
         cells = [(chance.choice(shapes), chance.choice(list(COLOURS))) for _ in range(rows * columns)]
         tag, look = self._tags.pop(), chance.getrandbits(32)
         first = Scene(f"{tag}1" if twice else tag, rows, columns, cells, len(self.pictures))
@@ -240,7 +293,7 @@ class Scenes:
         for column in range(scene.columns):
             sheet.write(str(column + 1), left + pitch * column + pitch // 2 - 6, top - 26, self._font, 0)
         for row in range(scene.rows):
-            sheet.write(str(row + 1), left - 16, top + pitch * row + pitch // 2 - 15, self._font, 0)
+            sheet.write(ROWS[row], left - 16, top + pitch * row + pitch // 2 - 15, self._font, 0)
         for at, (shape, colour) in enumerate(scene.cells):
             row, column = divmod(at, scene.columns)
             middle = (left + pitch * column + pitch // 2, top + pitch * row + pitch // 2)
@@ -252,7 +305,7 @@ class Scenes:
         height, width = self._size
         sheet = blank(chance, width, height)
         sheet.write(self._tags.pop(), 3 + chance.randrange(6), chance.randrange(3), self._font, 2)
-        self._legend_columns = columns = 2 if width < 190 else 3
+        columns = self._legend_columns
         rows = -(-len(self.codes) // columns)
         wide, high = min(68, (width - SIDE_WIDTH) // columns), min(50, (height - TAG_HEIGHT - 2) // rows)
         size = 1 if wide >= 56 and high >= 36 else 0
@@ -261,14 +314,10 @@ class Scenes:
         for column in range(min(columns, len(self.codes))):
             sheet.write(str(column + 1), left + wide * column + reach // 2 - 6, top - 26, self._font, 0)
         for row in range(rows):
-            sheet.write(str(row + 1), left - 18, top + high * row + high // 2 - 15, self._font, 0)
+            sheet.write(ROWS[row], left - 18, top + high * row + high // 2 - 15, self._font, 0)
         for at, (shape, code) in enumerate(self.codes.items()):
             row, column = divmod(at, columns)
             x, y = left + wide * column, top + high * row + high // 2
             sheet.shape(shape, sheet.ink, x + reach // 2 - 1, y, size)
             sheet.write(code, x + reach - 1, y - 14, self._font, 2)
         self.pictures.append(sheet.finish())
-
-
-def _by_rows(values: list[str], columns: int) -> str:
-    return ", ".join(" ".join(values[at : at + columns]) for at in range(0, len(values), columns))

@@ -14,14 +14,15 @@ from typing import overload
 
 from looseleaf.workloads.masks import SHAPES
 from looseleaf.workloads.pictures import COLOURS, Picture, blank
-from looseleaf.workloads.questions import LETTERS, Phrases, Question, Split
+from looseleaf.workloads.questions import LETTERS, Fact, Phrases, Question, Split, form
 
 _NUMBER = Phrases(
     usual=("What number was on the sign with the {what}?", "Which number did the sign with the {what} show?",
            "Tell me the number beside the {what}.", "Which number belongs to the {what}?"),
     held=("Which number was beside the {what}?", "Tell me the number on the sign with the {what}."),
 )  # fmt: skip
-_LIST_SIGNS = Phrases(usual=("Read all signs.", "List the signs."), held=("List all signs.",))
+_FORM = Phrases(usual=("Fill in the {what} of each sign.", "Give each sign its {what}."),
+                held=("Fill in each sign and its {what}.",))  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +54,23 @@ class Stream:
         self._place_signs(chance, frames, needles)
         self.pictures: Sequence[Picture] = _Frames(self)
         self.absorbed: list[int] = []
-        self.kinds = {"list_signs": 2.0}
+        self.kinds = {"form_signs": 4.0}
         if any(second is None for _, second, _ in self.chains):
             self.kinds["sign"] = 3.0
         if any(second is not None for _, second, _ in self.chains):
-            self.kinds["sign_chain"] = 3.0
+            self.kinds |= {"sign_chain": 3.0, "form_chains": 4.0}
 
     def ask(self, kind: str, chance: Random, split: Split) -> Question:
-        if kind == "list_signs":
-            ordered = [self.signs[frame] for frame in sorted(self.signs)]
-            answer = ", ".join(f"{sign.left} {sign.right}" for sign in ordered)
-            needs = tuple(sign.frame for sign in ordered)
-            return Question("stream", kind, _LIST_SIGNS.pick(chance, split), answer, 1, needs, needs)
+        if kind == "form_signs":
+            text = _FORM.pick(chance, split).format(what="right side")
+            facts = [Fact(sign.left, sign.right, (sign.frame,)) for sign in self.signs.values()]
+            return form("stream", kind, text, 1, sorted(self.signs), facts, chance, again=True)
+        if kind == "form_chains":
+            text = _FORM.pick(chance, split).format(what="number")
+            facts = [
+                Fact(one.left, number, (one.frame, *([two.frame] if two else []))) for one, two, number in self.chains
+            ]
+            return form("stream", kind, text, 2, sorted(self.signs), facts, chance, again=True)
         chained = kind == "sign_chain"
         first, second, number = chance.choice([one for one in self.chains if (one[1] is not None) == chained])
         needs = (first.frame,) if second is None else tuple(sorted((first.frame, second.frame)))

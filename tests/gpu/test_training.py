@@ -18,6 +18,7 @@ from looseleaf.training.recipes import RECIPES, build_folder
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch.compile's own, by version
 ]
 
 

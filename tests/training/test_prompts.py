@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from looseleaf import Document, Image, Looseleaf
-from looseleaf.training.batches import IGNORED, KINDS, SEGMENTS, Diet, collate, load_batches, make_row
+from looseleaf.training.batches import IGNORED, KINDS, SEGMENTS, Diet, collate, load_batches, make_row, stages
 from looseleaf.training.corpus import corpus
 from looseleaf.training.evaluate import evaluate
 from looseleaf.training.families import Trainee
@@ -24,7 +24,7 @@ from looseleaf.workloads.bounds import HELD_OUT
 from looseleaf.workloads.documents import Documents
 from looseleaf.workloads.lookups import look_up
 from looseleaf.workloads.pictures import Picture, draw
-from looseleaf.workloads.questions import first_steps, held_out, trained
+from looseleaf.workloads.questions import held_out, trained
 
 CLOSE = 1e-5
 GAPS = ("Look at these. ", " and ", " then ")
@@ -76,8 +76,8 @@ def default(tmp_path_factory: pytest.TempPathFactory) -> Trainee:
 
 @pytest.mark.parametrize("kind", ["pictures", "clips", "streams", "lookups"])
 def test_a_prompt_in_a_row_answers_as_it_does_alone(default: Trainee, kind: str) -> None:
-    writer, diet, split = writer_of(default), replace(DIETS["qwen2_5_vl"], length=700), trained()
-    one, other = (make_row(kind, writer, diet, split, (168, 224), split.chance(kind, n), easy=True) for n in (1, 2))
+    writer, diet = writer_of(default), replace(DIETS["qwen2_5_vl"], length=700)
+    one, other = (make_row(kind, writer, diet, stages()[-2], (168, 224), trained().chance(kind, n)) for n in (1, 2))
     alone = forward(default, writer, [other], diet.length)
     both = Draft(axes=3)
     both.extend(one)
@@ -88,9 +88,9 @@ def test_a_prompt_in_a_row_answers_as_it_does_alone(default: Trainee, kind: str)
 
 def test_rows_fit_and_every_target_has_a_kind(default: Trainee) -> None:
     writer, diet = writer_of(default), DIETS["qwen2_5_vl"]
-    for level, split in enumerate([*first_steps(), trained()]):
-        for kind in ("pictures", "clips", "streams", "lookups"):
-            row = make_row(kind, writer, diet, split, (224, 224), split.chance(kind), easy=level < 2)
+    for stage in stages():
+        for kind in diet.shares(stage):
+            row = make_row(kind, writer, diet, stage, (224, 224), stage.split.chance(kind))
             assert 0 < len(row.ids) <= diet.length
             assert len(row.sees) <= SEGMENTS
             asked = [(target, kind) for target, kind in zip(row.targets, row.kinds, strict=True) if target != IGNORED]
