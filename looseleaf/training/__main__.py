@@ -31,7 +31,8 @@ def main() -> None:
         rate=given.rate, tell=tell,
     )  # fmt: skip
     tell(f"trained after {time.perf_counter() - started:.0f} s")
-    rows = evaluate(given.family, forward, writer, DIETS[given.family], count=given.count, tell=tell)
+    diet = DIETS[given.family]
+    rows = evaluate(given.family, forward, writer, diet, count=given.count, workers=given.workers, tell=tell)
     (given.out / "accuracy.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     tell(f"measured after {time.perf_counter() - started:.0f} s")
 

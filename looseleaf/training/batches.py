@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from looseleaf.training.prompts import (
     BETWEEN,
+    FILLER_WORDS,
     FILLERS,
     HARMLESS,
     IGNORED,
@@ -46,8 +47,8 @@ KINDS = (
     "form_cells", "form_things", "form_tags", "form_codes", "form_legend", "form_key",
     "changed_cell", "changed_to", "form_changes", "line", "id_of", "value_of_id", "value_of", "no_name",
     "form_lines", "form_ids", "form_values", "form_matches", "frame_colour", "frame_shape", "form_frames", "happened",
-    "when", "form_events", "first_event", "sign", "sign_chain", "form_signs", "form_chains", "search", "found",
-    "note", "form_note", "echo",
+    "when", "form_events", "form_when", "first_event", "sign", "sign_chain", "form_signs", "form_chains",
+    "search", "found", "note", "form_note", "echo",
 )  # fmt: skip
 SEGMENTS = 160
 """Room in the table of who sees whom."""
@@ -79,15 +80,26 @@ class Stage:
     """Share of pages given as words."""
     plain: float
     """Share of plain questions beside forms, times the worlds' own."""
-    jumps: bool
-    """Whether positions are skipped between pictures."""
+    stress: float
+    """Share of forms about two pictures at once, times the worlds' own."""
+    wide: bool
+    """Whether positions are skipped and words stand between pictures."""
 
 
 def stages() -> tuple[Stage, ...]:
     """From words to everything."""
     few, some = first_steps()
     words = Stage(
-        until=150, shares={"words": 1}, split=few, sizes=2, pictures=2, frames=3, as_text=1.0, plain=0.1, jumps=False
+        until=150,
+        shares={"words": 1},
+        split=few,
+        sizes=2,
+        pictures=2,
+        frames=3,
+        as_text=1.0,
+        plain=0.1,
+        stress=1.0,
+        wide=False,
     )
     reading = replace(words, until=300, shares={"words": 0.2, "notes": 0.8}, split=replace(few, most_lines=1))
     looking = replace(
@@ -98,15 +110,22 @@ def stages() -> tuple[Stage, ...]:
         looking, until=900, shares={"words": 0.1, "notes": 0.2, "pictures": 0.5, "clips": 0.1, "streams": 0.1},
         split=few, as_text=0.4, plain=0.3,
     )  # fmt: skip
+    binding = replace(
+        finding,
+        until=1300,
+        shares={"words": 0.05, "notes": 0.05, "pictures": 0.8, "clips": 0.1},
+        pictures=3,
+        stress=4.0,
+    )
     growing = replace(
-        finding, until=1500, shares={"words": 0.05, "notes": 0.1}, split=some, sizes=4, pictures=3, frames=4,
-        as_text=0.3, plain=0.5,
+        binding, until=1800, shares={"words": 0.05, "notes": 0.1}, split=some, sizes=4, pictures=3, frames=4,
+        as_text=0.3, plain=0.5, stress=1.5,
     )  # fmt: skip
     whole = Stage(
         until=float("inf"), shares={"words": 0.02, "notes": 0.03}, split=trained(), sizes=None, pictures=99, frames=99,
-        as_text=0.2, plain=1.0, jumps=True,
+        as_text=0.2, plain=1.0, stress=1.0, wide=True,
     )  # fmt: skip
-    return words, reading, looking, finding, growing, whole
+    return words, reading, looking, finding, binding, growing, whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,7 +192,7 @@ def _album_draft(
         needles = chance.randint(2, max(2, frames // 3))
         album = Album(chance, [Stream(chance, split, bounds.frame_side, frames=frames, needles=needles)])
     sight = _sight(kind, album, chance)
-    gaps, jumps = _gaps(len(album.entries), chance, short=kind == "streams", wide=stage.jumps)
+    gaps, jumps = _gaps(len(album.entries), chance, short=kind == "streams", wide=stage.wide)
     opening = writer.openings[0] if chance.random() < 0.6 else chance.choice(writer.openings)
     draft, seen = writer.lay_out(album.entries, sight, gaps, opening=opening, jumps=jumps)
     draft.at += chance.randrange(60) if chance.random() < 0.2 else 0
@@ -207,18 +226,25 @@ def _sight(kind: str, album: Album, chance: Random) -> Sight:
 
 
 def _gaps(count: int, chance: Random, *, short: bool = False, wide: bool) -> tuple[list[str], list[int]]:
+    """Words before each of `count` entries, and positions to skip there."""
     gaps = [chance.choice(OPENERS), *(chance.choice(FILLERS[:7] if short else FILLERS) for _ in range(count - 1))]
     if short and chance.random() < 0.6:
         gaps = [gaps[0]] + [""] * (count - 1)
-    wide = wide and chance.random() < 0.5
-    jumps = [chance.randrange(300) if wide and chance.random() < 0.4 else 0 for _ in range(count)]
+    if wide and chance.random() < 0.3:
+        gaps[0] = " ".join(chance.choices(FILLER_WORDS, k=chance.randint(5, 70))) + ". "
+    if wide and chance.random() < 0.3:
+        most = 4 if short else 16
+        for at in range(1, count):
+            gaps[at] = f" {' '.join(chance.choices(FILLER_WORDS, k=chance.randint(1, most)))} "
+    jumping = wide and chance.random() < 0.5
+    jumps = [chance.randrange(300) if jumping and chance.random() < 0.5 else 0 for _ in range(count)]
     return gaps, jumps
 
 
 def _turn(album: Album, stage: Stage, sight: Sight, chance: Random) -> Turn | None:
     if chance.random() < 0.025 * stage.plain:
         return other_question(chance), HARMLESS, 0
-    question = pick_question(album, chance, stage.split, sight, plain=stage.plain)
+    question = pick_question(album, chance, stage.split, sight, plain=stage.plain, stress=stage.stress)
     if question is None:
         return None
     return question.text, question.facts or question.answer, KINDS.index(question.kind)
@@ -271,7 +297,7 @@ def _lookup_draft(
         if not known.intersection(question.text.replace("?", " ").replace(".", " ").split()):
             break
         question, call = look_up(library, chance, split)
-    gaps, jumps = _gaps(len(album.entries), chance, wide=stage.jumps)
+    gaps, jumps = _gaps(len(album.entries), chance, wide=stage.wide)
     sight = Sight()
     draft, seen = writer.lay_out(album.entries, sight, gaps, opening=writer.tool_opening, jumps=jumps)
     between = draft.tail + chance.choice(BETWEEN)

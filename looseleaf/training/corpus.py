@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from looseleaf.model.tiny.vocabulary import CORPUS
-from looseleaf.training.prompts import BETWEEN, FILLERS, HARMLESS, OPENERS, SYSTEMS, other_question
+from looseleaf.training.prompts import BETWEEN, FILLER_WORDS, FILLERS, HARMLESS, OPENERS, SYSTEMS, other_question
 from looseleaf.workloads.albums import Album, mixed_album
 from looseleaf.workloads.clips import Clip
 from looseleaf.workloads.documents import NAMES, Documents
@@ -22,6 +22,7 @@ def corpus() -> tuple[str, ...]:
     size = (224, 224)
     lines = [*CORPUS, *FILLERS, *OPENERS, *BETWEEN, HARMLESS, *SYSTEMS, str(SEARCH_TOOL).replace("'", '"')]
     lines += [f" {name}" for name in NAMES] * 4
+    lines += [f" {word}" for word in FILLER_WORDS] * 4
     lines += ["assistant", "user", "system", "picture", "image"] * 20
     for _ in range(60):
         clip = Clip(chance, split, 112, frames=5)

@@ -7,12 +7,13 @@ greedy decoding would say it. Pictures that do not see each other is what reuse 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, Dataset
 
 from looseleaf.training.batches import KINDS, SEGMENTS, Diet, collate
 from looseleaf.training.loop import Pass
@@ -60,33 +61,54 @@ def settings() -> list[Setting]:
     ]
 
 
+Case = tuple[Setting, str, int]
+"""A setting, a task and hops."""
+
+
 def evaluate(
-    family: str, forward: Pass, writer: Writer, diet: Diet, *, count: int = 512, tell: Callable[[str], None] = print
-) -> list[dict[str, Any]]:
-    """Accuracy by setting, task and hops over at least `count` questions each."""
-    rows = []
+    family: str, forward: Pass, writer: Writer, diet: Diet, *, count: int = 512, workers: int = 0,
+    tell: Callable[[str], None] = print,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Accuracy by setting, task and hops over at least `count` questions each, written by `workers` processes."""
     tasks = [task for task in HEADLINE if task != "stream" or diet.streams]
-    for setting in settings():
-        shown = []
-        for task in tasks:
-            for hops in (1, 2):
-                if setting.evict and hops == 1:
-                    continue
-                asked = _drafts(family, writer, diet, setting, task, hops, count)
-                right, total = _score_drafts(forward, diet, writer, asked)
-                rows.append(
-                    {"setting": setting.name, "task": task, "hops": hops, "n": total, "right": right / max(1, total)}
-                )
-                shown.append(f"{task}-{hops} {right / max(1, total):.3f}")
-        tell(f"{setting.name:15s} " + "  ".join(shown))
+    cases: list[Case] = [
+        (setting, task, hops)
+        for setting in settings()
+        for task in tasks
+        for hops in (1, 2)
+        if hops == 2 or not setting.evict
+    ]
     if diet.lookups:
-        for kind in ("search", "found", "plain"):
-            right, total = _score_drafts(forward, diet, writer, _lookups(kind, writer, diet, family, count))
-            rows.append(
-                {"setting": "reprefill", "task": f"lookup {kind}", "hops": 1, "n": total, "right": right / total}
-            )
-            tell(f"lookup {kind} {right / total:.3f}")
+        cases += [(settings()[0], f"lookup {kind}", 1) for kind in ("search", "found", "plain")]
+    asked = Cases(family, writer, diet, cases, count)
+    rows: list[dict[str, Any]] = []
+    told = ""
+    for (setting, task, hops), drafts in zip(
+        cases, DataLoader(asked, batch_size=None, num_workers=workers), strict=True
+    ):
+        right, total = _score_drafts(forward, diet, writer, drafts)
+        rows.append({"setting": setting.name, "task": task, "hops": hops, "n": total, "right": right / max(1, total)})
+        if setting.name != told:
+            tell(f"-- {setting.name}")
+            told = setting.name
+        tell(f"{task:20s} {hops} {rows[-1]['right']:.3f}")
     return rows
+
+
+class Cases(Dataset[list[Draft]]):
+    """The drafts of every case."""
+
+    def __init__(self, family: str, writer: Writer, diet: Diet, cases: Sequence[Case], count: int) -> None:
+        self._family, self._writer, self._diet, self._cases, self._count = family, writer, diet, cases, count
+
+    def __len__(self) -> int:
+        return len(self._cases)
+
+    def __getitem__(self, number: int) -> list[Draft]:
+        setting, task, hops = self._cases[number]
+        if task.startswith("lookup "):
+            return list(_lookups(task.removeprefix("lookup "), self._writer, self._diet, self._family, self._count))
+        return list(_drafts(self._family, self._writer, self._diet, setting, task, hops, self._count))
 
 
 def _drafts(
@@ -170,7 +192,7 @@ def _lookups(kind: str, writer: Writer, diet: Diet, family: str, count: int) -> 
 
 
 @torch.no_grad()
-def _score_drafts(forward: Pass, diet: Diet, writer: Writer, drafts: Iterator[Draft]) -> tuple[int, int]:
+def _score_drafts(forward: Pass, diet: Diet, writer: Writer, drafts: Sequence[Draft]) -> tuple[int, int]:
     """Questions answered right, and all."""
     right = total = 0
     waiting: list[Draft] = []

@@ -31,7 +31,7 @@ from looseleaf.workloads.bounds import TRAINED
 
 DIETS: dict[str, Diet] = {
     "qwen2_5_vl": Diet(
-        bounds=TRAINED["qwen2_5_vl"], length=1024, batch=128, pictures=0.56, clips=0.2, streams=0.16, lookups=0.08
+        bounds=TRAINED["qwen2_5_vl"], length=1024, batch=128, pictures=0.6, clips=0.14, streams=0.14, lookups=0.12
     ),
     "qwen3_vl": Diet(bounds=TRAINED["qwen3_vl"], length=1536, batch=64, questions=0.9),
     "kimi_k25": Diet(bounds=TRAINED["kimi_k25"], length=1024, batch=128),

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from looseleaf.workloads.albums import Album, Entry
 from looseleaf.workloads.lookups import SEARCH_TOOL
 from looseleaf.workloads.pictures import Picture
-from looseleaf.workloads.questions import Fact, Question
+from looseleaf.workloads.questions import Fact, Question, Split
 
 IGNORED = -100
 
@@ -28,6 +28,9 @@ Turn = tuple[str, str | Sequence[Fact], int]
 """A question, its answer or the facts of a form, and the number of its kind."""
 
 FORM_ENTRIES = 16
+
+STRESSED = ("form_codes", "form_changes", "form_matches")
+"""Forms that need a picture and one before it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +60,19 @@ class Format:
     grid: Callable[[int, int], tuple[int, int]]
     """Rows and columns of tokens of an image by height and width."""
 
+
+FILLER_WORDS = (
+    "the", "a", "and", "of", "to", "in", "is", "it", "was", "for", "on", "are", "as", "with", "they", "at", "be",
+    "this", "have", "from", "or", "one", "had", "by", "word", "but", "not", "all", "were", "we", "when", "your",
+    "can", "said", "there", "use", "an", "each", "which", "she", "do", "how", "their", "if", "will", "up",
+    "other", "about", "out", "many", "then", "them", "these", "so", "some", "her", "would", "make", "like", "him",
+    "into", "time", "has", "look", "two", "more", "write", "go", "see", "number", "no", "way", "could", "people",
+    "my", "than", "first", "water", "been", "call", "who", "now", "find", "long", "down", "day", "did", "get",
+    "come", "made", "may", "part", "over", "new", "sound", "take", "only", "little", "work", "know", "place",
+    "year", "live", "me", "back", "give", "most", "very", "after", "thing", "our", "just", "name", "good",
+    "sentence", "man", "think", "say", "great", "where", "help",
+)  # fmt: skip
+"""Words that say nothing, between pictures."""
 
 SYSTEMS = ("You are a helpful assistant.", "Answer briefly.", "You look at pictures and answer questions about them.")
 
@@ -345,10 +361,16 @@ class Writer:
         draft.at = start
 
 
-def pick_question(album: Album, chance: Random, split: Any, sight: Sight, *, plain: float = 1.0) -> Question | None:
-    """A question that can be answered under `sight`, by the weights of the worlds, those not on forms times `plain`."""
+def pick_question(
+    album: Album, chance: Random, split: Split, sight: Sight, *, plain: float = 1.0, stress: float = 1.0
+) -> Question | None:
+    """A question that can be answered under `sight`, by the worlds' weights.
+
+    Plain ones count `plain` times, forms about two pictures at once `stress` times.
+    """
     kinds = album.kinds()
-    weights = [weight * (1 if kind.startswith("form_") else plain) for _, kind, weight in kinds]
+    factors = [stress if kind in STRESSED else 1 if kind.startswith("form_") else plain for _, kind, _ in kinds]
+    weights = [factor * weight for factor, (_, _, weight) in zip(factors, kinds, strict=True)]
     number, kind, _ = chance.choices(kinds, weights)[0]
     question = album.ask(number, kind, chance, split)
     if sight.blind and question.hops > 1:

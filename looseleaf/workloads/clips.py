@@ -21,14 +21,18 @@ _SHAPE = Phrases(
     held=("In frame {frame}, which shape is at {cell}?", "What is the shape at {cell} of frame {frame}?"),
 )  # fmt: skip
 _HAPPENED = Phrases(
-    usual=("What happened in frame {frame}?", "What is new in frame {frame}?", "Which event does frame {frame} show?"),
+    usual=("What happened in frame {frame}?", "What is new in frame {frame}?", "Which event does frame {frame} show?",
+           "Tell me the event in frame {frame}.", "What is it that happened in frame {frame}?"),
     held=("What is the event in frame {frame}?",),
-)
+)  # fmt: skip
 _WHEN = Phrases(
     usual=(
         "In which frame is it that the {event}?",
         "Tell me the frame where the {event}.",
         "Which frame shows that the {event}?",
+        "Say in which frame the {event}.",
+        "When is it that the {event}, in which frame?",
+        "Tell me the frame in which the {event}.",
     ),
     held=("Tell me in which frame the {event}.",),
 )
@@ -36,6 +40,8 @@ _FIRST = Phrases(
     usual=("Which came first: the {one} or the {other}?", "Of these, which happened first: the {one}, the {other}?"),
     held=("Which happened first: the {one} or the {other}?",),
 )
+_FORM_WHEN = Phrases(usual=("Fill in the frame of each event.", "Give each event its frame."),
+                     held=("Fill in each event and its frame.",))  # fmt: skip
 _FORM = Phrases(usual=("Fill in the {what} by frame.", "Give each frame its {what}."),
                 held=("Fill in each frame and its {what}.",))  # fmt: skip
 
@@ -61,7 +67,7 @@ class Clip:
         self.absorbed = list(range(frames - 1))
         self.kinds = {"frame_colour": 2.0, "frame_shape": 1.0, "form_frames": 4.0}
         if frames > 1:
-            self.kinds |= {"happened": 3.0, "when": 2.0, "form_events": 6.0}
+            self.kinds |= {"happened": 3.0, "when": 2.0, "form_events": 6.0, "form_when": 3.0}
         if frames > 2:
             self.kinds["first_event"] = 1.0
 
@@ -81,6 +87,10 @@ class Clip:
                 return Question(
                     "clip", kind, _SHAPE.pick(chance, split).format(cell=cell, frame=number), shape, 1, (at,), (at,)
                 )
+            case "form_when" if single:
+                facts = [Fact(f"the {self.events[one]}", f"frame {one + 2}", (one + 1,)) for one in single]
+                text = _FORM_WHEN.pick(chance, split)
+                return form("clip", kind, text, 2, range(len(self.states)), facts, chance, again=True)
             case "form_frames":
                 return self._form_frames(chance, split)
             case "happened":
@@ -103,7 +113,7 @@ class Clip:
                 needs = tuple(sorted({one, one + 1, other, other + 1}))
                 return Question("clip", kind, text, answer, 2, needs, (one + 1, other + 1))
             case _:
-                every = tuple(range(len(self.states)))
+                kind, every = "form_events", tuple(range(len(self.states)))
                 text = _FORM.pick(chance, split).format(what="event")
                 facts = [Fact(f"{place + 1} the", event, (place,)) for place, event in enumerate(self.events, 1)]
                 return form("clip", kind, text, 2, every, facts, chance, again=True)

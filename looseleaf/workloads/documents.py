@@ -19,8 +19,15 @@ FIRST_FIELDS = ("badge", "desk", "ticket", "locker")
 SECOND_FIELDS = ("room", "gate", "price", "score")
 
 _FIELD_OF = Phrases(
-    usual=("Which {field} does {owner} have?", "What is the {field} of {owner}?", "Tell me the {field} of {owner}.",
-           "Which {field} belongs to {owner}?"),
+    usual=(
+        "Which {field} does {owner} have?", "What {field} does {owner} have?", "What is the {field} of {owner}?",
+        "Tell me the {field} of {owner}.", "Please tell me the {field} of {owner}.",
+        "Which {field} belongs to {owner}?", "Give me the {field} of {owner}.",
+        "Say which {field} {owner} has.", "Which {field} has {owner}?",
+        "I want to know which {field} {owner} has.", "{owner} has which {field}?", "I need the {field} of {owner}.",
+        "For {owner}, which is the {field}?", "Look up the {field} of {owner}.", "The {field} of {owner} is what?",
+        "Do you know which {field} belongs to {owner}?", "Find the {field} that {owner} has.",
+    ),
     held=("Which is the {field} of {owner}?", "Tell me which {field} {owner} has."),
 )  # fmt: skip
 _LINE = Phrases(

@@ -92,6 +92,8 @@ _FORM_TAGS = Phrases(usual=("Fill in the picture of each thing.", "Give each thi
                      held=("Fill in each thing and its picture.",))  # fmt: skip
 _FORM_KEY = Phrases(usual=("Fill in each cell of the key.", "Give each cell of the key its shape and code."),
                     held=("Fill in each cell of the key, shape and code.",))  # fmt: skip
+_FORM_KEY_CODES = Phrases(usual=("Fill in the code of each cell of the key.", "Give each cell of the key its code."),
+                          held=("Fill in each cell of the key and its code.",))  # fmt: skip
 _FORM_LEGEND = Phrases(usual=("Fill in the code of each shape.", "Give each shape its code."),
                        held=("Fill in each shape and its code.",))  # fmt: skip
 _FORM_CHANGES = Phrases(usual=("Compare {after} with {before}, cell by cell.",
@@ -135,17 +137,17 @@ class Scenes:
             self._add_scene(chance, split, list(shapes), twice=number < pairs)
         self.absorbed = [0] * legend + [before.place for before, _, _ in self.changes]
         self.kinds = {"colour": 1.0, "shape": 1.0, "tag": 1.0, "colour_of": 1.0, "where": 1.0}
-        self.kinds |= {"form_cells": 5.0, "form_things": 2.0, "form_tags": 2.0}
+        self.kinds |= {"form_cells": 5.0, "form_things": 2.0, "form_tags": 1.0}
         if not self.scenes:
             self.kinds = {}
         elif legend:
-            self.kinds |= {"code": 3.0, "form_codes": 6.0}
+            self.kinds |= {"code": 3.0, "form_codes": 8.0}
         else:
             self.kinds["no_code"] = 0.4
         if legend:
             self.kinds |= {"legend": 1.5, "legend_cell": 1.0, "form_legend": 3.0, "form_key": 2.0}
         if self.changes:
-            self.kinds["form_changes"] = 4.0
+            self.kinds["form_changes"] = 5.0
         if any(len(places) == 1 for _, _, places in self.changes):
             self.kinds |= {"changed_cell": 2.0, "changed_to": 2.0}
 
@@ -202,11 +204,13 @@ class Scenes:
             facts = [Fact(shape, code, (0,)) for shape, code in self.codes.items()]
             return form("legend", kind, _FORM_LEGEND.pick(chance, split), 1, (0,), facts, chance)
         if kind == "form_key":
+            with_shape = chance.random() < 0.5
             facts = [
-                Fact(cell_name(at, self._legend_columns), f"{shape} {code}", (0,))
+                Fact(cell_name(at, self._legend_columns), f"{shape} {code}" if with_shape else code, (0,))
                 for at, (shape, code) in enumerate(self.codes.items())
             ]
-            return form("legend", kind, _FORM_KEY.pick(chance, split), 1, (0,), facts, chance)
+            wording = (_FORM_KEY if with_shape else _FORM_KEY_CODES).pick(chance, split)
+            return form("legend", kind, wording, 1, (0,), facts, chance)
         at = chance.randrange(len(self.codes))
         shape, code = list(self.codes.items())[at]
         if kind == "legend_cell":
