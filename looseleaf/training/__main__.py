@@ -8,6 +8,8 @@ import time
 from functools import partial
 from pathlib import Path
 
+from looseleaf.model.embedded import seal
+from looseleaf.training.card import write_card
 from looseleaf.training.evaluate import evaluate
 from looseleaf.training.loop import DIETS, train
 
@@ -34,6 +36,8 @@ def main() -> None:
     diet = DIETS[given.family]
     rows = evaluate(given.family, forward, writer, diet, count=given.count, workers=given.workers, tell=tell)
     (given.out / "accuracy.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    write_card(given.out)
+    seal(given.out)
     tell(f"measured after {time.perf_counter() - started:.0f} s")
 
 

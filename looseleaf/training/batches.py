@@ -90,17 +90,9 @@ def stages() -> tuple[Stage, ...]:
     """From words to everything."""
     few, some = first_steps()
     words = Stage(
-        until=150,
-        shares={"words": 1},
-        split=few,
-        sizes=2,
-        pictures=2,
-        frames=3,
-        as_text=1.0,
-        plain=0.1,
-        stress=1.0,
+        until=150, shares={"words": 1}, split=few, sizes=2, pictures=2, frames=3, as_text=1.0, plain=0.1, stress=1.0,
         wide=False,
-    )
+    )  # fmt: skip
     reading = replace(words, until=300, shares={"words": 0.2, "notes": 0.8}, split=replace(few, most_lines=1))
     looking = replace(
         reading, until=450, shares={"words": 0.2, "notes": 0.4, "pictures": 0.4}, split=replace(few, most_lines=2),
@@ -111,14 +103,11 @@ def stages() -> tuple[Stage, ...]:
         split=few, as_text=0.4, plain=0.3,
     )  # fmt: skip
     binding = replace(
-        finding,
-        until=1300,
-        shares={"words": 0.05, "notes": 0.05, "pictures": 0.8, "clips": 0.1},
-        pictures=3,
+        finding, until=1300, shares={"words": 0.05, "notes": 0.05, "pictures": 0.8, "clips": 0.1}, pictures=4,
         stress=4.0,
-    )
+    )  # fmt: skip
     growing = replace(
-        binding, until=1800, shares={"words": 0.05, "notes": 0.1}, split=some, sizes=4, pictures=3, frames=4,
+        binding, until=1800, shares={"words": 0.05, "notes": 0.1}, split=some, sizes=4, pictures=4, frames=4,
         as_text=0.3, plain=0.5, stress=1.5,
     )  # fmt: skip
     whole = Stage(
@@ -196,8 +185,8 @@ def _album_draft(
     opening = writer.openings[0] if chance.random() < 0.6 else chance.choice(writer.openings)
     draft, seen = writer.lay_out(album.entries, sight, gaps, opening=opening, jumps=jumps)
     draft.at += chance.randrange(60) if chance.random() < 0.2 else 0
-    least = LEAST_OF_NOTE if kind == "notes" else LEAST
-    return _fill(draft, seen, writer, album, stage, sight, room, diet.questions, chance, least=least)
+    share, least = (0.3, LEAST_OF_NOTE) if kind == "notes" else (diet.questions, LEAST)
+    return _fill(draft, seen, writer, album, stage, sight, room, share, chance, least=least)
 
 
 def _words_draft(

@@ -126,8 +126,11 @@ def train(
                 tell(f"{step} {row['s']:.0f}s waited {waited:.0f}s loss {row['loss']} {shown}")
     trainee.model.eval()
     trainee.save(out)
-    record = {"family": family, "seed": seed, "minutes": minutes, "steps": step, "parameters": count,
-              "tokens": step * diet.batch * diet.length, "log": log}  # fmt: skip
+    gpu = torch.cuda.get_device_name() if device == "cuda" else device
+    record = {
+        "family": family, "seed": seed, "minutes": minutes, "device": gpu, "torch": torch.__version__, "steps": step,
+        "parameters": count, "tokens": step * diet.batch * diet.length, "log": log,
+    }  # fmt: skip
     (out / "training.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
     plot(log, out / "training.png")
     return trainee, writer, forward

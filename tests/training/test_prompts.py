@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,6 +13,7 @@ import torch
 
 from looseleaf import Document, Image, Looseleaf
 from looseleaf.training.batches import IGNORED, KINDS, SEGMENTS, Diet, collate, load_batches, make_row, stages
+from looseleaf.training.card import write_card
 from looseleaf.training.corpus import corpus
 from looseleaf.training.evaluate import evaluate
 from looseleaf.training.families import Trainee
@@ -94,7 +96,7 @@ def test_rows_fit_and_every_target_has_a_kind(default: Trainee) -> None:
             assert 0 < len(row.ids) <= diet.length
             assert len(row.sees) <= SEGMENTS
             asked = [(target, kind) for target, kind in zip(row.targets, row.kinds, strict=True) if target != IGNORED]
-            assert len(asked) > len(row.ids) // 20
+            assert len(asked) > len(row.ids) // 40
             assert all(0 <= one < len(KINDS) for _, one in asked)
             assert len(row.pictures) * 16 <= row.ids.count(writer.form.pad_id)
 
@@ -177,3 +179,7 @@ def test_training_writes_a_folder_that_opens_and_a_log(tmp_path: Path) -> None:
     rows = evaluate("qwen2_5_vl", run, writer, replace(diet, batch=1, length=760), count=1, tell=said.append)
     assert {row["task"] for row in rows} >= {"legend", "change", "documents", "documents as text", "clip"}
     assert all(0 <= row["right"] <= 1 and row["n"] >= 1 for row in rows)
+    (tmp_path / "model" / "accuracy.json").write_text(json.dumps(rows))
+    card = write_card(tmp_path / "model").read_text()
+    assert "2 steps" in card
+    assert "| documents as text | 2 |" in card
