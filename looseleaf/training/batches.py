@@ -400,6 +400,14 @@ def collate(kind: str, drafts: Sequence[Draft], length: int, axes: int) -> Batch
     )
 
 
+def pick_size(kind: str, stage: Stage, bounds: Bounds, chance: Random) -> Size:
+    """Of the pictures of one batch: half are of the usual size once that is among the stage's."""
+    if kind == "notes" and (stage.split.most_lines <= 2 or chance.random() < 0.3):
+        return bounds.note
+    sizes = sorted(bounds.sizes, key=lambda size: size[0] * size[1])[: stage.sizes]
+    return bounds.sizes[0] if bounds.sizes[0] in sizes and chance.random() < 0.5 else chance.choice(sizes)
+
+
 class Batches(IterableDataset[Batch]):
     """Endless batches; each worker draws from seeds of its own."""
 
@@ -412,18 +420,14 @@ class Batches(IterableDataset[Batch]):
         if worker:
             torch.set_num_threads(1)
         course = stages()
-        diet, bounds = self._diet, self._diet.bounds
-        by_size = sorted(bounds.sizes, key=lambda size: size[0] * size[1])
+        diet = self._diet
         while True:
             done = step * (worker.num_workers if worker else 1) + number
             stage = next(stage for stage in course if done < stage.until)
             chance = stage.split.chance(self._seed, number, step)
             shares = diet.shares(stage)
             kind = chance.choices(list(shares), list(shares.values()))[0]
-            sizes = by_size[: stage.sizes]
-            size = bounds.sizes[0] if bounds.sizes[0] in sizes and chance.random() < 0.5 else chance.choice(sizes)
-            if kind == "notes" and (stage.split.most_lines <= 2 or chance.random() < 0.3):
-                size = bounds.note
+            size = pick_size(kind, stage, diet.bounds, chance)
             rows = [make_row(kind, self._writer, diet, stage, size, chance) for _ in range(diet.batch)]
             yield collate(kind, rows, diet.length, self._writer.form.axes)
             step += 1

@@ -12,7 +12,17 @@ import pytest
 import torch
 
 from looseleaf import Document, Image, Looseleaf
-from looseleaf.training.batches import IGNORED, KINDS, SEGMENTS, Diet, collate, load_batches, make_row, stages
+from looseleaf.training.batches import (
+    IGNORED,
+    KINDS,
+    SEGMENTS,
+    Diet,
+    collate,
+    load_batches,
+    make_row,
+    pick_size,
+    stages,
+)
 from looseleaf.training.card import write_card
 from looseleaf.training.corpus import corpus
 from looseleaf.training.evaluate import evaluate
@@ -92,13 +102,14 @@ def test_rows_fit_and_every_target_has_a_kind(default: Trainee) -> None:
     writer, diet = writer_of(default), DIETS["qwen2_5_vl"]
     for stage in stages():
         for kind in diet.shares(stage):
-            row = make_row(kind, writer, diet, stage, (224, 224), stage.split.chance(kind))
+            chance = stage.split.chance(kind)
+            row = make_row(kind, writer, diet, stage, pick_size(kind, stage, diet.bounds, chance), chance)
             assert 0 < len(row.ids) <= diet.length
             assert len(row.sees) <= SEGMENTS
             asked = [(target, kind) for target, kind in zip(row.targets, row.kinds, strict=True) if target != IGNORED]
             assert len(asked) > len(row.ids) // 40
             assert all(0 <= one < len(KINDS) for _, one in asked)
-            assert len(row.pictures) * 16 <= row.ids.count(writer.form.pad_id)
+            assert len(row.pictures) * 8 <= row.ids.count(writer.form.pad_id)
 
 
 def test_words_from_memory_are_the_tokenizers_own(trainee: Trainee) -> None:
