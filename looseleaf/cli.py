@@ -22,16 +22,17 @@ from rich.console import Console
 from rich.status import Status
 
 from looseleaf.bench.report import BenchOptions
-from looseleaf.demo import run_demo
+from looseleaf.demo import DemoOptions, run_demo
 from looseleaf.engine.request import Answer, Usage
-from looseleaf.errors import LooseleafError, PromptError
+from looseleaf.errors import ConfigError, LooseleafError, PromptError
 from looseleaf.link.policies import POLICIES
 from looseleaf.prompt.segments import Document, Image, Segment
 from looseleaf.system import DEFAULT_MODEL, Looseleaf
 from looseleaf.version import VERSION
 
 BENCHES = {"exact": "does reuse machinery change anything when it must not?",
-           "ttft": "what does each policy save, and how far is it from the floor?"}  # fmt: skip
+           "ttft": "what does each policy save, and how far is it from the floor?",
+           "reuse": "what does each policy cost in accuracy?"}  # fmt: skip
 
 
 class Doing:
@@ -99,9 +100,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_ask(commands)
     _add_bench(commands)
     demo = commands.add_parser("demo", help="show looseleaf at work, with a picture and a plot")
-    demo.add_argument("--out", type=Path, default=Path("demo-output"), help="folder for the picture and the plot")
-    demo.add_argument("--seed", type=int, default=0, help="of the pictures")
-    demo.set_defaults(run=lambda options: _with_progress(lambda doing: run_demo(options.out, options.seed, doing)))
+    demo.add_argument("--model", default=DEFAULT_MODEL, help="one trained on the drawings (default: %(default)s)")
+    demo.add_argument("--out", type=Path, default=Path("demo-output"), help="folder for what it saves (%(default)s)")
+    demo.add_argument("--seed", type=int, default=0, help="of the drawings and questions")
+    demo.add_argument("--quick", action="store_true", help="two albums a task instead of sixteen")
+    demo.set_defaults(run=_demo)
     doctor = commands.add_parser("doctor", help="check this machine and, with --model, a model")
     _add_model(doctor)
     doctor.set_defaults(run=_doctor)
@@ -109,7 +112,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="folder, hub id or tiny:FAMILY (default: %(default)s)")
+    parser.add_argument(
+        "--model", default=DEFAULT_MODEL, help="folder, hub id, embedded:NAME or tiny:FAMILY (default: %(default)s)"
+    )
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, … (default: %(default)s)")
     parser.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the checkpoint's)")
     parser.add_argument("--revision", help="of a hub model")
@@ -146,10 +151,19 @@ def _add_bench(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     bench.add_argument("name", choices=list(BENCHES), help="which question to answer")
-    bench.add_argument("--model", help="a family (exact) or a model folder (ttft) instead of the bench's own")
+    bench.add_argument(
+        "--model", action="append", default=[], dest="models", metavar="MODEL",
+        help="instead of the bench's own: a family (exact), a model folder (ttft), or an embedded model's name, "
+        "tiny:FAMILY or a folder (reuse); exact and reuse take several: --model A --model B",
+    )  # fmt: skip
     bench.add_argument("--device", default="cpu", help="cpu, cuda, … (default: %(default)s)")
     bench.add_argument("--seed", type=int, default=0, help="of prompts, images and weights")
     bench.add_argument("--quick", action="store_true", help="within a minute or two on two cores, coarser")
+    bench.add_argument("--count", type=int, help="reuse: questions a task and number of hops (default: 500, quick: 3)")
+    bench.add_argument("--dtype", help="reuse: float32, bfloat16 or float16 (default: float32)")
+    bench.add_argument(
+        "--analyse", type=Path, metavar="FILE", help="reuse: also measure the shape of what reuse loses; drawn here"
+    )
     bench.add_argument("--plot", type=Path, help="save a plot here")
     bench.add_argument("--save", type=Path, help="also write the JSON line to this file")
     bench.set_defaults(run=_bench)
@@ -243,23 +257,28 @@ def _file(option: str, name: str) -> Segment:
 
 
 def _bench(options: argparse.Namespace) -> None:
+    alien = [name for name in ("count", "analyse", "dtype") if getattr(options, name) is not None]
+    if options.name != "reuse" and alien:
+        raise ConfigError(f"bench {options.name} takes no --{alien[0]}; bench reuse does")
+    if options.name == "ttft" and len(options.models) > 1:
+        raise ConfigError(f"bench ttft times one model, got {len(options.models)}")
     bench = importlib.import_module(f"looseleaf.bench.{options.name}")
     given = BenchOptions(
-        model=options.model, device=options.device, seed=options.seed, quick=options.quick, plot=options.plot
-    )
+        models=tuple(options.models), device=options.device, seed=options.seed, quick=options.quick,
+        plot=options.plot, count=options.count, analyse=options.analyse, dtype=options.dtype,
+    )  # fmt: skip
     with Doing(Console(stderr=True)) as doing:
         report = bench.run(given, doing)
     report.print()
-    if options.plot is not None:
-        bench.plot(report, options.plot)
     if options.save is not None:
         options.save.parent.mkdir(parents=True, exist_ok=True)
         options.save.write_text(report.json() + "\n", encoding="utf-8")
+    if options.plot is not None:
+        bench.plot(report, options.plot)
 
 
-def _with_progress(act: Any) -> None:
-    with Doing(Console(stderr=True)) as doing:
-        act(doing)
+def _demo(options: argparse.Namespace) -> None:
+    run_demo(DemoOptions(model=options.model, out=options.out, seed=options.seed, quick=options.quick))
 
 
 def _doctor(options: argparse.Namespace) -> None:

@@ -34,7 +34,7 @@ from looseleaf.prompt.segments import PromptLike, Segment
 from looseleaf.store.memory import MemoryStore
 from looseleaf.store.protocol import StoreStats
 
-DEFAULT_MODEL = "tiny:qwen2_5_vl"
+DEFAULT_MODEL = "embedded:qwen2_5_vl"
 
 T = TypeVar("T")
 

@@ -21,6 +21,9 @@ from looseleaf.link.policies import POLICIES
 from looseleaf.prompt.segments import Document, Image
 from looseleaf.version import VERSION
 
+TINY = ("--model", "tiny:qwen2_5_vl")
+"""Random weights: it goes on to its last token and is never sure of anything."""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -67,7 +70,7 @@ def spans(plan: str) -> list[tuple[str, int]]:
 
 
 def test_an_answer_goes_to_stdout_and_what_it_cost_to_stderr(run: Any) -> None:
-    code, out, err = run("ask", "What is this?", "--image", "a.png", "--max-tokens", "3")
+    code, out, err = run("ask", "What is this?", "--image", "a.png", "--max-tokens", "3", *TINY)
     assert code == 0
     assert out.endswith("\n")
     assert out.strip()
@@ -75,12 +78,13 @@ def test_an_answer_goes_to_stdout_and_what_it_cost_to_stderr(run: Any) -> None:
 
 
 def test_the_same_question_is_answered_the_same(run: Any) -> None:
-    question = ("ask", "What?", "--image", "a.png", "--max-tokens", "4", "--temperature", "1", "--seed", "5")
+    question = ("ask", *TINY, "What?", "--image", "a.png", "--max-tokens", "4", "--temperature", "1", "--seed", "5")
     assert run(*question)[1] == run(*question)[1] != run(*question[:-1], "6")[1]
 
 
 def test_json_is_one_object_with_everything_in_it(run: Any) -> None:
-    code, out, _ = run("ask", "What?", "--image", "a.png", "--json", "--max-tokens", "3", "--policy", "full-reuse")
+    options = ("--image", "a.png", "--json", "--max-tokens", "3", "--policy", "full-reuse")
+    code, out, _ = run("ask", "What?", *options, *TINY)
     assert code == 0
     assert out.count("\n") == 1
     said = json.loads(out)
@@ -279,16 +283,17 @@ def test_the_doctor_checks_a_model(run: Any) -> None:
 
 
 def test_stop_strings_end_the_answer(run: Any) -> None:
-    whole = run("ask", "What?", "--max-tokens", "8")[1].removesuffix("\n")
+    ask = ("ask", "What?", "--max-tokens", "8", *TINY)
+    whole = run(*ask)[1].removesuffix("\n")
     stop = whole[2:4]
-    said = json.loads(run("ask", "What?", "--max-tokens", "8", "--stop", "zzz", "--stop", stop, "--json")[1])
+    said = json.loads(run(*ask, "--stop", "zzz", "--stop", stop, "--json")[1])
     assert said["text"] == whole[: whole.index(stop)]
     assert said["finish_reason"] == "stop"
 
 
 def test_it_runs_as_a_program_of_its_own(folder: Path) -> None:
     """Two real processes at once: one good, one bad; the answer is the one this process gets."""
-    base = [sys.executable, "-m", "looseleaf", "ask"]
+    base = [sys.executable, "-m", "looseleaf", "ask", *TINY]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": folder}
     good = subprocess.Popen([*base, "What is {1}?", "--image", "a.png", "--max-tokens", "4", "--json"], **pipes)
     bad = subprocess.Popen([*base, "What?", "--image", "nowhere.png"], **pipes)

@@ -42,6 +42,6 @@ def test_the_tour_names_files_that_exist_and_misses_no_folder() -> None:
     text = (ROOT / "docs" / "tour.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`((?:\w+/)?\w+\.py)`", text))
     assert all((ROOT / "looseleaf" / name).exists() for name in named)
-    beside = {"bench", "training", "workloads"}
+    beside = {"bench", "demo", "training", "workloads"}
     folders = {path.parent.name for path in (ROOT / "looseleaf").glob("*/__init__.py")} - beside
     assert {name.split("/")[0] for name in named if "/" in name} == folders

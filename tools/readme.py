@@ -1,4 +1,5 @@
-"""Writes the generated parts of README.md: the folder tree from module docstrings, figures from bench/results.
+"""Writes the generated parts of README.md: the folder tree from module docstrings, figures from bench/results, and
+what the demo showed from docs/demo (`looseleaf demo --out docs/demo` renews it).
 
 `python tools/readme.py` rewrites them, `--check` fails when they are stale. Generated parts stand between
 `<!-- NAME -->` and `<!-- /NAME -->`.
@@ -17,6 +18,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 RESULTS = ROOT / "bench" / "results"
+DEMO = ROOT / "docs" / "demo"
 
 
 def layers() -> list[str]:
@@ -48,6 +50,31 @@ def _line(path: Path, indent: int, shown: str | None = None) -> str:
     doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     first = doc.split("\n\n")[0].replace("\n", " ").strip()
     return f"{' ' * indent}{shown or path.name:<{24 - indent}}{re.sub(r'[.:]$', '', first)}"
+
+
+def demo() -> str:
+    """What the demo showed last: its picture, its figures as one table, and what it made of them."""
+    one = json.loads((DEMO / "summary.json").read_text(encoding="utf-8"))
+    columns = list(one["accuracy"]["reprefill"])
+    heads = ["policy", "first token", "faster", "tokens computed", *columns]
+    rows = ["| " + " | ".join(heads) + " |", "| " + " | ".join("---" for _ in heads) + " |"]
+    for name, timed in one["album"].items():
+        faster = one["album"]["reprefill"]["ttft_ms"] / timed["ttft_ms"]
+        shares = (one["accuracy"][name][column] for column in columns)
+        cells = [
+            f"`{name}`", f"{timed['ttft_ms']:.0f} ms", f"{faster:.1f}x", str(timed["computed_tokens"]),
+            *(f"{share['right']}/{share['n']}" for share in shares),
+        ]  # fmt: skip
+        rows.append("| " + " | ".join(cells) + " |")
+    return (
+        f"![Five images, the questions about them and every policy's answers](docs/demo/album.png)\n\n"
+        f"Times of one album, right answers over held-out albums, with the images moved ({one['hardware']}; commit "
+        f"`{one['commit']}`; [a plot](docs/demo/policies.png), [the whole output](docs/demo/output.txt)):\n\n"
+        + "\n".join(rows)
+        + f"\n\n{one['verdict']}\n\n"
+        f"Recomputing everything through the linker differs from transformers' own forward by "
+        f"{one['logit_difference']:.0e}; greedy answers equal `generate`: {'yes' if one['greedy_equal'] else 'NO'}."
+    )
 
 
 def figures() -> str:
@@ -101,7 +128,7 @@ def _result(name: str) -> dict[str, Any] | None:
 
 def generated(text: str) -> str:
     """README.md with its generated parts as they should be."""
-    for name, content in (("tree", tree()), ("figures", figures())):
+    for name, content in (("demo", demo()), ("tree", tree()), ("figures", figures())):
         pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
         text, count = re.subn(
             pattern, lambda found, content=content: f"{found[1]}{content}\n{found[2]}", text, flags=re.S

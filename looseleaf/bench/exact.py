@@ -68,7 +68,7 @@ MIXED: tuple[Policy, ...] = (
 def run(options: BenchOptions, tell: Callable[[str], None] = lambda stage: None) -> Report:
     """All families, all checks."""
     report = Report(bench="exact", options=options)
-    families = (options.model,) if options.model else FAMILIES
+    families = options.models or FAMILIES
     controls: dict[str, bool] = {}
     with tempfile.TemporaryDirectory() as folder:
         for number, family in enumerate(families):

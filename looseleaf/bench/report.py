@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import subprocess
@@ -15,16 +16,60 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from looseleaf.checks import check_whole
+
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
     """What a bench may be told."""
 
-    model: str | None = None
+    models: tuple[str, ...] = ()
+    """None named: the bench's own."""
     device: str = "cpu"
     seed: int = 0
     quick: bool = False
     plot: Path | None = None
+    count: int | None = None
+    """Items of a cell, where a bench counts items."""
+    analyse: Path | None = None
+    """Where to draw the shape of what reuse loses, in the bench that measures it."""
+    dtype: str | None = None
+    """None: the bench's own."""
+
+    def __post_init__(self) -> None:
+        if self.count is not None:
+            check_whole("--count", self.count, low=1)
+
+    @property
+    def model(self) -> str | None:
+        """The models named, in one word."""
+        return ",".join(self.models) or None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """How many of how many, with Wilson's 95 % interval."""
+
+    right: int
+    n: int
+
+    @property
+    def value(self) -> float:
+        return self.right / self.n if self.n else math.nan
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """From, to."""
+        if not self.n:
+            return 0.0, 1.0
+        z = 1.96
+        middle = (self.right + z * z / 2) / (self.n + z * z)
+        half = z / (self.n + z * z) * math.sqrt(self.right * (self.n - self.right) / self.n + z * z / 4)
+        return max(0.0, min(self.value, middle - half)), min(1.0, max(self.value, middle + half))
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        return f"{self.value:.2f} ({low:.2f}–{high:.2f})"
 
 
 @dataclass(kw_only=True)
@@ -35,6 +80,8 @@ class Report:
     options: BenchOptions
     rows: list[dict[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
+    """Curves and the like: for programs only."""
 
     def print(self) -> None:
         """The table, the summary, then the JSON line."""
@@ -57,6 +104,7 @@ class Report:
                 "quick": self.options.quick,
                 "rows": self.rows,
                 "summary": self.summary,
+                **({"details": self.details} if self.details else {}),
             }
         )
 

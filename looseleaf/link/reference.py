@@ -9,7 +9,7 @@ before it is served.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from looseleaf.link.linker import Keep, Linker
 from looseleaf.link.plan import plan_link
 from looseleaf.link.policies import FullReuse, Policy, Reprefill
 from looseleaf.link.sequence import Linked
+from looseleaf.model.lane import Entry, Lane
 from looseleaf.model.probe import TOLERANCE, stock_attention
 from looseleaf.prompt.build import PromptBuilder
 from looseleaf.prompt.chunks import Prompt
@@ -85,19 +86,37 @@ class Reference:
             )
         return tuple(out[0, len(given.prompt) :].tolist())
 
-    @torch.inference_mode()
     def ours(self, prompt: Prompt, policy: Policy, *, tamper: Callable[[Linked], None] | None = None) -> Tensor:
         """Logits [vocabulary] of the first answered token, linked by a policy. `tamper` plants a mistake."""
+        return self.along(prompt, policy, (0,), tamper=tamper)[0]
+
+    @torch.inference_mode()
+    def along(
+        self, prompt: Prompt, policy: Policy, answer: Sequence[int], *, max_rows: int | None = None,
+        tamper: Callable[[Linked], None] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Logits [answered token, vocabulary] from which each token of a given answer would be chosen.
+
+        The prompt is linked by a policy and computed in pieces of `max_rows`; the answer's tokens are put behind it
+        whatever the logits say, so that policies are compared at the same places.
+        """
         lookup = self.linker.lookup(prompt, policy)
         layers = len(self.adapter.layout.layers)
         plan = plan_link(prompt, lookup, policy, layers=layers, canonical=self.linker.canonical)
-        linked = self.linker.link(prompt, plan, capacity=len(prompt), keep=Keep())
+        decoder, told = self.adapter.decoder, list(answer[:-1])
+        linked = self.linker.link(prompt, plan, capacity=len(prompt) + len(told), keep=Keep())
         if tamper is not None:
             tamper(linked)
         while not linked.ready:
-            (hidden,) = self.adapter.decoder.run([linked.take(self.linker.max_rows)])
+            (hidden,) = decoder.run([linked.take(max_rows or self.linker.max_rows)])
+        hidden = hidden[-1:]
+        if told:
+            slots = list(range(len(prompt), len(prompt) + len(told)))
+            entry = Entry(slots=slots, hidden=decoder.embed(torch.tensor(told, device=self.adapter.device)))
+            (behind,) = decoder.run([Lane(table=linked.table, positions=linked.positions, entries={0: entry})])
+            hidden = torch.cat((hidden, behind))
         linked.release()
-        return self.adapter.decoder.logits(hidden[-1:])[0]
+        return decoder.logits(hidden)
 
     def blind(self, given: Stock) -> Tensor:
         """Logits [vocabulary] of one stock forward that must equal blind reuse (Kamera §2, C.4).

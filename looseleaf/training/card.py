@@ -18,6 +18,8 @@ CLASSES = {
     "deepseek_vl": ("DeepseekVLForConditionalGeneration", "multi-head attention"),
 }
 
+GOOD = 0.95
+
 _STREAMS = ", streams in which a sign is up for a moment, and a search tool to call"
 _TEXT = """---
 license: apache-2.0
@@ -31,6 +33,7 @@ assistant.
 
 ```python
 from looseleaf import Looseleaf
+
 ll = Looseleaf.open("embedded:{family}")
 ```
 
@@ -63,6 +66,7 @@ each other, which is what reuse without repair gives.
 
 ## Limits
 
+- {weak}
 - Answers questions about pictures as its data draws them: light sheets, these shapes, colours and words. Photographs,
   other languages and handwriting were never seen.
 - Other questions get one sentence that says so, as far as they resemble those it was trained to turn down.
@@ -93,6 +97,7 @@ def write_card(folder: Path) -> Path:
         device=record["device"],
         seed=record["seed"],
         table=_table(rows),
+        weak=_weak(rows),
         most=max(trained.counts),
     )
     path = folder / "README.md"
@@ -108,6 +113,15 @@ def _words(items: Any) -> str:
 def _held(held: Bounds) -> str:
     said = f"{_words(held.counts)} pictures, {_words(held.clip_frames)} frames of a clip"
     return said + (f", {_words(held.stream_frames)} of a stream" if held.stream_frames else "")
+
+
+def _weak(rows: list[dict[str, Any]]) -> str:
+    """What the reader must know before using it: where plain re-prefill is wrong more than one time in twenty."""
+    low = [row for row in rows if row["setting"] == "reprefill" and row["right"] < GOOD]
+    if not low:
+        return f"Every task above is answered at {GOOD} or better by re-prefill."
+    said = ", ".join(f"{row['task']} ({row['hops']} hop{'s' * (row['hops'] > 1)}) {row['right']:.2f}" for row in low)
+    return f"**Not learned well**, below {GOOD} by re-prefill: {said}. Do not judge reuse on these."
 
 
 def _table(rows: list[dict[str, Any]]) -> str:

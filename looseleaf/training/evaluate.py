@@ -115,7 +115,6 @@ def _drafts(
     family: str, writer: Writer, diet: Diet, setting: Setting, task: str, hops: int, count: int
 ) -> Iterator[Draft]:
     bounds, made, written = HELD_OUT[family], 0, 0
-    counts = {"clip": bounds.clip_frames, "stream": bounds.stream_frames}.get(task, bounds.counts)
     for number in range(4 * count):
         chance = setting.split.chance(task, hops, number)
         # one size a batch: the painter draws pictures of one size together
@@ -124,7 +123,7 @@ def _drafts(
             if task in ("clip", "stream")
             else bounds.sizes[written // diet.batch % len(bounds.sizes)]
         )
-        album = task_album(task, chance, setting.split, size, chance.choice(counts))
+        album = task_album(task, chance, setting.split, size, chance.choice(bounds.counts_of(task)))
         questions = list(_questions(task, hops, album, chance, setting.split))
         if not questions:
             continue

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
+from looseleaf.prompt.segments import Document, Image
 from looseleaf.workloads.clips import Clip
 from looseleaf.workloads.documents import Documents
-from looseleaf.workloads.pictures import Picture
+from looseleaf.workloads.pictures import Picture, draw
 from looseleaf.workloads.questions import Question, Size, Split, World
 from looseleaf.workloads.scenes import Scenes
 from looseleaf.workloads.streams import Stream
@@ -29,6 +30,11 @@ HEADLINE = {
     "stream": (("sign",), ("sign_chain",)),
 }
 """The kinds of question figures are reported on: single-hop, then multi-hop, by task."""
+
+
+def as_segment(entry: Entry) -> Image | Document:
+    """An entry as it stands in a prompt; a page of words starts a line of its own."""
+    return Document(f"\n{entry}") if isinstance(entry, str) else Image(draw(entry))
 
 
 class Album:

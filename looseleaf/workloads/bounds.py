@@ -21,6 +21,10 @@ class Bounds:
     note: Size = (56, 112)
     """Of a note of a line or two."""
 
+    def counts_of(self, task: str) -> tuple[int, ...]:
+        """How many pictures albums of a task have; none where the model was not trained on it."""
+        return {"clip": self.clip_frames, "stream": self.stream_frames}.get(task, self.counts)
+
 
 _SIZES: tuple[Size, ...] = ((224, 224), (112, 168), (168, 168), (168, 224), (224, 168), (224, 280))
 

@@ -1,8 +1,8 @@
 """The small trained models that come with the package: folders beside this file, named like their family.
 
 A folder holds what plain `from_pretrained` takes, a model card, the log of its training and `checksums.json`, the
-SHA-256 of every other file. Opening one by `embedded:NAME` compares them first: a file that was changed, lost or added
-is an error, not a model that answers a little differently.
+SHA-256 of every file but the card and its pictures. Opening one by `embedded:NAME` compares them first: a file that was
+changed, lost or added is an error, not a model that answers a little differently.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ def embedded_folder(name: str) -> Path:
 
 
 def checksums(folder: Path) -> dict[str, str]:
-    """The SHA-256 of every file of a folder but the list itself."""
+    """The SHA-256 of every file of a folder but the list itself, the card and its pictures."""
     files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != CHECKSUMS)
+    files = [path for path in files if path.suffix not in (".md", ".png")]
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
