@@ -8,8 +8,8 @@ do not come to lean on what reuse takes away.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from random import Random
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from looseleaf.training.course import Course, Stage, pick_size
 from looseleaf.training.prompts import (
     BETWEEN,
     FILLER_WORDS,
@@ -39,7 +40,7 @@ from looseleaf.workloads.documents import Documents
 from looseleaf.workloads.lookups import look_up
 from looseleaf.workloads.notes import Note, some_word
 from looseleaf.workloads.pictures import Colour
-from looseleaf.workloads.questions import Size, Split, first_steps, trained
+from looseleaf.workloads.questions import Size
 from looseleaf.workloads.streams import Stream
 
 KINDS = (
@@ -56,65 +57,6 @@ LEAST = 120
 """Tokens of questions behind an album, at least."""
 LEAST_OF_NOTE = 32
 """The same behind a note, of which many are read rather than one often."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stage:
-    """How hard prompts are up to a batch: first words alone, then small pictures, then everything.
-
-    To find something by its name and to read are each learned in a few hundred steps when little else is asked, and not
-    at all in thousands when all tasks start at once.
-    """
-
-    until: float
-    shares: Mapping[str, float]
-    """Of the kinds of batch, beside what the diet gives them."""
-    split: Split
-    sizes: int | None
-    """How many of the sizes, from the smallest."""
-    pictures: int
-    """At most, of an album."""
-    frames: int
-    """At most, of a clip; a stream has up to twice as many."""
-    as_text: float
-    """Share of pages given as words."""
-    plain: float
-    """Share of plain questions beside forms, times the worlds' own."""
-    stress: float
-    """Share of forms about two pictures at once, times the worlds' own."""
-    wide: bool
-    """Whether positions are skipped and words stand between pictures."""
-
-
-def stages() -> tuple[Stage, ...]:
-    """From words to everything."""
-    few, some = first_steps()
-    words = Stage(
-        until=150, shares={"words": 1}, split=few, sizes=2, pictures=2, frames=3, as_text=1.0, plain=0.1, stress=1.0,
-        wide=False,
-    )  # fmt: skip
-    reading = replace(words, until=300, shares={"words": 0.2, "notes": 0.8}, split=replace(few, most_lines=1))
-    looking = replace(
-        reading, until=450, shares={"words": 0.2, "notes": 0.4, "pictures": 0.4}, split=replace(few, most_lines=2),
-        as_text=0.5,
-    )  # fmt: skip
-    finding = replace(
-        looking, until=900, shares={"words": 0.1, "notes": 0.2, "pictures": 0.5, "clips": 0.1, "streams": 0.1},
-        split=few, as_text=0.4, plain=0.3,
-    )  # fmt: skip
-    binding = replace(
-        finding, until=1300, shares={"words": 0.05, "notes": 0.05, "pictures": 0.8, "clips": 0.1}, pictures=4,
-        stress=4.0,
-    )  # fmt: skip
-    growing = replace(
-        binding, until=1800, shares={"words": 0.05, "notes": 0.1}, split=some, sizes=4, pictures=4, frames=4,
-        as_text=0.3, plain=0.5, stress=1.5,
-    )  # fmt: skip
-    whole = Stage(
-        until=float("inf"), shares={"words": 0.02, "notes": 0.03}, split=trained(), sizes=None, pictures=99, frames=99,
-        as_text=0.2, plain=1.0, stress=1.0, wide=True,
-    )  # fmt: skip
-    return words, reading, looking, finding, binding, growing, whole
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -400,30 +342,20 @@ def collate(kind: str, drafts: Sequence[Draft], length: int, axes: int) -> Batch
     )
 
 
-def pick_size(kind: str, stage: Stage, bounds: Bounds, chance: Random) -> Size:
-    """Of the pictures of one batch: half are of the usual size once that is among the stage's."""
-    if kind == "notes" and (stage.split.most_lines <= 2 or chance.random() < 0.3):
-        return bounds.note
-    sizes = sorted(bounds.sizes, key=lambda size: size[0] * size[1])[: stage.sizes]
-    return bounds.sizes[0] if bounds.sizes[0] in sizes and chance.random() < 0.5 else chance.choice(sizes)
-
-
 class Batches(IterableDataset[Batch]):
     """Endless batches; each worker draws from seeds of its own."""
 
-    def __init__(self, writer: Writer, diet: Diet, seed: int) -> None:
-        self._writer, self._diet, self._seed = writer, diet, seed
+    def __init__(self, writer: Writer, diet: Diet, course: Course, seed: int) -> None:
+        self._writer, self._diet, self._course, self._seed = writer, diet, course, seed
 
     def __iter__(self) -> Iterator[Batch]:
         worker = torch.utils.data.get_worker_info()
         number, step = (worker.id if worker else 0), 0
         if worker:
             torch.set_num_threads(1)
-        course = stages()
         diet = self._diet
         while True:
-            done = step * (worker.num_workers if worker else 1) + number
-            stage = next(stage for stage in course if done < stage.until)
+            stage = self._course.stage
             chance = stage.split.chance(self._seed, number, step)
             shares = diet.shares(stage)
             kind = chance.choices(list(shares), list(shares.values()))[0]
@@ -433,11 +365,11 @@ class Batches(IterableDataset[Batch]):
             step += 1
 
 
-def load_batches(writer: Writer, diet: Diet, *, seed: int, workers: int) -> Any:
-    """An iterator over batches made by `workers` processes."""
+def load_batches(writer: Writer, diet: Diet, course: Course, *, seed: int, workers: int) -> Any:
+    """An iterator over batches made by `workers` processes for the stage the course is at."""
     return iter(
         DataLoader(
-            Batches(writer, diet, seed), batch_size=None, num_workers=workers,
+            Batches(writer, diet, course, seed), batch_size=None, num_workers=workers,
             prefetch_factor=4 if workers else None, pin_memory=torch.cuda.is_available(),
         )
     )  # fmt: skip

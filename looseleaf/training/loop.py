@@ -22,6 +22,7 @@ from torch.nn.functional import cross_entropy
 
 from looseleaf.training.batches import KINDS, Batch, Diet, load_batches
 from looseleaf.training.corpus import corpus
+from looseleaf.training.course import Course
 from looseleaf.training.families import Trainee
 from looseleaf.training.optimiser import Optimiser
 from looseleaf.training.painter import Painter
@@ -38,6 +39,8 @@ DIETS: dict[str, Diet] = {
     "deepseek_vl": Diet(bounds=TRAINED["deepseek_vl"], length=1536, batch=64, questions=0.9),
 }
 WARM_STEPS = 100
+LOOK = 50
+"""Steps between two looks at what is right by now."""
 NOISE = 0.02
 """Deviation of what is added to every pixel in training."""
 
@@ -87,7 +90,8 @@ def train(
     build_folder(family, out, corpus=corpus(), seed=seed)
     trainee = Trainee.load(out, device=device)
     writer = writer_of(trainee)
-    batches: Iterator[Batch] = load_batches(writer, diet, seed=seed, workers=workers)
+    course = Course()
+    batches: Iterator[Batch] = load_batches(writer, diet, course, seed=seed, workers=workers)
     if compiled:
         compile_blocks(trainee)
     forward = Pass(trainee, device)
@@ -112,18 +116,19 @@ def train(
         length = optimiser.step(now)
         score += _right_by_kind(logits, targets, batch)
         step += 1
-        if step % 100 == 0 or step in (1, 20):
+        if step % LOOK == 0 or step == 1:
             right, total = score.tolist()
             known = {kind: round(r / t, 4) for kind, r, t in zip(KINDS, right, total, strict=True) if t}
             row: dict[str, Any] = {
                 "step": step, "s": round(time.perf_counter() - started, 1), "loss": round(loss.item(), 4),
-                "length": round(float(length), 2), "kind": batch.kind, "rate": now, "right": known,
+                "length": round(float(length), 2), "kind": batch.kind, "rate": now, "stage": course.number,
+                "right": known,
             }  # fmt: skip
             score.zero_()
             log.append(row)
-            if step % (100 if step < 2000 else 200) == 0 or step < 21:
+            if course.heed(step, known) or step % (2 * LOOK if step < 2000 else 4 * LOOK) == 0 or step == 1:
                 shown = " ".join(f"{name} {value:.2f}" for name, value in known.items())
-                tell(f"{step} {row['s']:.0f}s waited {waited:.0f}s loss {row['loss']} {shown}")
+                tell(f"{step} {row['s']:.0f}s stage {row['stage']} waited {waited:.0f}s loss {row['loss']} {shown}")
     trainee.model.eval()
     trainee.save(out)
     gpu = torch.cuda.get_device_name() if device == "cuda" else device

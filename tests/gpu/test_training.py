@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from looseleaf.training.batches import load_batches
 from looseleaf.training.corpus import corpus
+from looseleaf.training.course import Course
 from looseleaf.training.families import Trainee
 from looseleaf.training.loop import DIETS, Pass, compile_blocks, writer_of
 from looseleaf.training.recipes import RECIPES, build_folder
@@ -28,9 +29,10 @@ def test_compiled_gradients_are_the_plain_ones(name: str, tmp_path: Path) -> Non
     plain, ours = (Trainee.load(folder, device="cuda") for _ in range(2))
     compile_blocks(ours)
     diet = replace(DIETS[name], batch=4)
-    batches = load_batches(writer_of(plain), diet, seed=1, workers=0)
-    for _ in range(3):
-        batch = next(batches).to("cuda")
+    course = Course()
+    for number in (0, 10**6, 2 * 10**6, 3 * 10**6):
+        course.heed(number, {})  # words, notes, then pictures
+        batch = next(load_batches(writer_of(plain), diet, course, seed=1, workers=0)).to("cuda")
         for trainee, kind in ((plain, torch.float32), (ours, torch.bfloat16)):
             trainee.model.zero_grad()
             with torch.autocast("cuda", kind, enabled=kind is not torch.float32):

@@ -20,11 +20,10 @@ from looseleaf.training.batches import (
     collate,
     load_batches,
     make_row,
-    pick_size,
-    stages,
 )
 from looseleaf.training.card import write_card
 from looseleaf.training.corpus import corpus
+from looseleaf.training.course import Course, pick_size, stages
 from looseleaf.training.evaluate import evaluate
 from looseleaf.training.families import Trainee
 from looseleaf.training.loop import DIETS, Pass, train, writer_of
@@ -112,6 +111,21 @@ def test_rows_fit_and_every_target_has_a_kind(default: Trainee) -> None:
             assert len(row.pictures) * 8 <= row.ids.count(writer.form.pad_id)
 
 
+def test_a_stage_ends_with_its_skills_or_its_time() -> None:
+    course = Course()
+    skills = dict(course.stage.skills)
+    assert not course.heed(50, {})
+    assert not course.heed(100, {**skills, "echo": 0.1})
+    assert course.heed(150, skills)
+    assert course.number == 1
+    assert not course.heed(200, {})
+    assert course.heed(150 + int(course.stage.most), {})
+    for number in range(2, len(course.stages) - 1):
+        assert course.heed(number * 10**6, {})
+    assert not course.heed(10**9, dict.fromkeys(skills, 1.0))
+    assert [set(stage.skills) <= set(KINDS) for stage in course.stages] == [True] * len(course.stages)
+
+
 def test_words_from_memory_are_the_tokenizers_own(trainee: Trainee) -> None:
     writer = writer_of(trainee)
     for line in corpus()[:1500]:
@@ -138,7 +152,9 @@ def test_what_is_evicted_or_blind_is_not_seen(default: Trainee) -> None:
 
 def test_batches_are_the_same_for_the_same_seed(default: Trainee) -> None:
     diet = replace(DIETS["qwen2_5_vl"], batch=2)
-    first, again, other = (next(load_batches(writer_of(default), diet, seed=seed, workers=0)) for seed in (1, 1, 2))
+    first, again, other = (
+        next(load_batches(writer_of(default), diet, Course(), seed=seed, workers=0)) for seed in (1, 1, 2)
+    )
     assert torch.equal(first.ids, again.ids)
     assert torch.equal(first.shapes, again.shapes)
     assert not torch.equal(first.ids, other.ids)
