@@ -37,7 +37,8 @@ from looseleaf import Looseleaf
 ll = Looseleaf.open("embedded:{family}")
 ```
 
-The folder also loads with plain `transformers.AutoModelForImageTextToText.from_pretrained`.
+The folder also loads with plain `transformers.AutoModelForImageTextToText.from_pretrained`; `AutoProcessor` takes it
+where torchvision is installed.
 
 ## Data
 

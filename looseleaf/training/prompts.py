@@ -362,7 +362,7 @@ class Writer:
 
 
 def pick_question(
-    album: Album, chance: Random, split: Split, sight: Sight, *, plain: float = 1.0, stress: float = 1.0
+    album: Album, chance: Random, split: Split, sight: Sight, *, plain: float, stress: float
 ) -> Question | None:
     """A question that can be answered under `sight`, by the worlds' weights.
 

@@ -2,6 +2,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForImageTextToText
 
 import looseleaf.model.embedded as embedded
 from looseleaf import Looseleaf
@@ -15,6 +16,15 @@ def released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     embedded.seal(folder)
     monkeypatch.setattr(embedded, "FOLDER", tmp_path)
     return folder
+
+
+def test_released_models_load_plainly_and_fit_in_the_package():
+    assert embedded.embedded_models()
+    folders = [embedded.embedded_folder(name) for name in embedded.embedded_models()]
+    assert sum((folder / "model.safetensors").stat().st_size for folder in folders) <= 120e6
+    for folder in folders:
+        _, found = AutoModelForImageTextToText.from_pretrained(folder, local_files_only=True, output_loading_info=True)
+        assert not any(found.values()), (folder.name, found)
 
 
 def test_an_embedded_model_opens_by_its_name(released: Path):
