@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from looseleaf.training.course import Course, Stage, pick_size
+from looseleaf.training.drills import OF_TWO, drill_world
 from looseleaf.training.prompts import (
     BETWEEN,
     FILLER_WORDS,
@@ -77,10 +78,11 @@ class Diet:
     def shares(self, stage: Stage) -> dict[str, float]:
         """Of the kinds of batch in a stage: the diet's own where the stage leaves room."""
         own = {"pictures": self.pictures, "clips": self.clips, "streams": self.streams, "lookups": self.lookups}
+        shares = {kind: share for kind, share in stage.shares.items() if own.get(kind, 1)}
+        drilled = shares.pop("drills", 0.0)
+        shares |= {kind: drilled / len(stage.drills) for kind in stage.drills}
         left = 1 - sum(stage.shares.values())
-        if left > 0:
-            return {**stage.shares, **{kind: left * share for kind, share in own.items()}}
-        return {kind: share for kind, share in stage.shares.items() if own.get(kind, 1)}
+        return shares | {kind: left * share for kind, share in own.items()} if left > 1e-6 else shares
 
 
 def make_row(kind: str, writer: Writer, diet: Diet, stage: Stage, size: Size, chance: Random) -> Draft:
@@ -105,7 +107,7 @@ def _album_draft(
 ) -> Draft | None:
     """An album and about as many tokens of questions as it has itself; None where there is no room for it."""
     bounds, split = diet.bounds, stage.split
-    rows, columns = writer.form.grid(*(size if kind in ("pictures", "notes") else (bounds.frame_side,) * 2))
+    rows, columns = writer.form.grid(*size)
     most = max(1, (room - LEAST) // (rows * columns + 6))
 
     def some(counts: Sequence[int], limit: int) -> int:
@@ -115,6 +117,8 @@ def _album_draft(
         album = Album(chance, [Note(chance, split, size)])
     elif kind == "pictures":
         album = mixed_album(chance, split, size, some(bounds.counts, stage.pictures), as_text=stage.as_text)
+    elif kind in stage.drills:
+        album = Album(chance, [drill_world(kind, chance, split, size)])
     elif kind == "clips":
         frames = some(bounds.clip_frames, stage.frames)
         album = Album(chance, [Clip(chance, split, bounds.frame_side, frames=frames)])
@@ -148,6 +152,8 @@ def _words_draft(
 
 def _sight(kind: str, album: Album, chance: Random) -> Sight:
     what = chance.random()
+    if kind.startswith("form_"):
+        return Sight(evicted=frozenset(album.absorbed() if kind in OF_TWO and what < 0.5 else ()))
     if what < 0.25:
         return Sight(blind=True)
     window = chance.randint(1, 8) if kind == "streams" and chance.random() < 0.6 else None
@@ -168,14 +174,14 @@ def _gaps(count: int, chance: Random, *, short: bool = False, wide: bool) -> tup
         for at in range(1, count):
             gaps[at] = f" {' '.join(chance.choices(FILLER_WORDS, k=chance.randint(1, most)))} "
     jumping = wide and chance.random() < 0.5
-    jumps = [chance.randrange(300) if jumping and chance.random() < 0.5 else 0 for _ in range(count)]
+    jumps = [chance.randrange(320) if jumping and chance.random() < 0.6 else 0 for _ in range(count)]
     return gaps, jumps
 
 
 def _turn(album: Album, stage: Stage, sight: Sight, chance: Random) -> Turn | None:
     if chance.random() < 0.025 * stage.plain:
         return other_question(chance), HARMLESS, 0
-    question = pick_question(album, chance, stage.split, sight, plain=stage.plain, stress=stage.stress)
+    question = pick_question(album, chance, stage.split, sight, plain=stage.plain)
     if question is None:
         return None
     return question.text, question.facts or question.answer, KINDS.index(question.kind)
@@ -233,7 +239,7 @@ def _lookup_draft(
     draft, seen = writer.lay_out(album.entries, sight, gaps, opening=writer.tool_opening, jumps=jumps)
     between = draft.tail + chance.choice(BETWEEN)
     asked, spans = writer.branch([(between + question.text, call, KINDS.index("search"))])
-    if chance.random() < 0.5:
+    if chance.random() < 0.35:
         writer.ask(draft, seen, asked, spans)
         for _ in range(4):
             more, its_call = look_up(library, chance, split)
@@ -256,7 +262,7 @@ def _lookup_draft(
         writer.tool_reply + found,
         [(len(writer.tool_reply), len(writer.tool_reply) + len(found), KINDS.index("found"))],
     )
-    return _fill(draft, seen, writer, Album(chance, [library]), stage, sight, room, diet.questions, chance, lead=lead)
+    return _fill(draft, seen, writer, Album(chance, [library]), stage, sight, room, 0.3, chance, lead=lead)
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForImageTextToText
 
 from looseleaf.errors import PromptError
@@ -23,6 +24,9 @@ from looseleaf.model.family import family_of
 from looseleaf.model.processors import load_processor
 from looseleaf.training import attention
 from looseleaf.training.vision import Features, tower_of
+
+OF_ANY_SIZE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Attention for a number of pictures that changes from batch to batch: cuDNN plans anew for every number."""
 
 
 class Trainee:
@@ -108,7 +112,8 @@ class Trainee:
 
     def features(self, images: Tensor) -> Features:
         """Visual rows of images [image, 3, height, width] in 0..1, all of one size: [image, token, width] each."""
-        return self.tower(images)
+        with sdpa_kernel(OF_ANY_SIZE):
+            return self.tower(images)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Embeddings [batch, token, width] of ids [batch, token]."""

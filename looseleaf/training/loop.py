@@ -8,6 +8,7 @@ so that a slower machine trains less, not longer.
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import time
@@ -90,7 +91,7 @@ def train(
     build_folder(family, out, corpus=corpus(), seed=seed)
     trainee = Trainee.load(out, device=device)
     writer = writer_of(trainee)
-    course = Course()
+    course = Course(lookups=diet.lookups > 0)
     batches: Iterator[Batch] = load_batches(writer, diet, course, seed=seed, workers=workers)
     if compiled:
         compile_blocks(trainee)
@@ -129,6 +130,8 @@ def train(
             if course.heed(step, known) or step % (2 * LOOK if step < 2000 else 4 * LOOK) == 0 or step == 1:
                 shown = " ".join(f"{name} {value:.2f}" for name, value in known.items())
                 tell(f"{step} {row['s']:.0f}s stage {row['stage']} waited {waited:.0f}s loss {row['loss']} {shown}")
+    del batches
+    gc.collect()  # its workers end here, not in processes forked later
     trainee.model.eval()
     trainee.save(out)
     gpu = torch.cuda.get_device_name() if device == "cuda" else device

@@ -29,9 +29,6 @@ Turn = tuple[str, str | Sequence[Fact], int]
 
 FORM_ENTRIES = 16
 
-STRESSED = ("form_codes", "form_changes", "form_matches")
-"""Forms that need a picture and one before it."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
@@ -361,16 +358,10 @@ class Writer:
         draft.at = start
 
 
-def pick_question(
-    album: Album, chance: Random, split: Split, sight: Sight, *, plain: float, stress: float
-) -> Question | None:
-    """A question that can be answered under `sight`, by the worlds' weights.
-
-    Plain ones count `plain` times, forms about two pictures at once `stress` times.
-    """
+def pick_question(album: Album, chance: Random, split: Split, sight: Sight, *, plain: float) -> Question | None:
+    """A question that can be answered under `sight`, by the worlds' weights; plain ones count `plain` times."""
     kinds = album.kinds()
-    factors = [stress if kind in STRESSED else 1 if kind.startswith("form_") else plain for _, kind, _ in kinds]
-    weights = [factor * weight for factor, (_, _, weight) in zip(factors, kinds, strict=True)]
+    weights = [weight * (1 if kind.startswith("form_") else plain) for _, kind, weight in kinds]
     number, kind, _ = chance.choices(kinds, weights)[0]
     question = album.ask(number, kind, chance, split)
     if sight.blind and question.hops > 1:

@@ -249,7 +249,7 @@ class Scenes:
             same = [at for at in range(len(after.cells)) if at not in places]
             facts = [
                 Fact(cell_name(at, after.columns), "new" if at in places else "same", carriers)
-                for at in [*places, *chance.sample(same, min(len(same), 3 + len(places)))]
+                for at in [*places, *chance.sample(same, min(len(same), 2 + len(places)))]
             ]
             return form("change", kind, text, 2, needs, facts, chance)
         at = places[0]
@@ -272,7 +272,7 @@ class Scenes:
         self._draw_scene(Random(look), first)
         if not twice:
             return
-        several = min(len(cells), chance.randint(2, 3))
+        several = chance.randint(2, max(2, len(cells) // 2))
         places = sorted(chance.sample(range(len(cells)), 1 if chance.random() < 0.6 else several))
         later = list(cells)
         for at in places:

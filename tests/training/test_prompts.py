@@ -111,6 +111,17 @@ def test_rows_fit_and_every_target_has_a_kind(default: Trainee) -> None:
             assert len(row.pictures) * 8 <= row.ids.count(writer.form.pad_id)
 
 
+def test_drills_ask_one_thing_of_pictures_that_have_it(default: Trainee) -> None:
+    writer, diet = writer_of(default), DIETS["qwen2_5_vl"]
+    for stage in stages():
+        assert sum(diet.shares(stage).values()) == pytest.approx(1)
+        for kind in stage.drills:
+            chance = stage.split.chance(kind)
+            row = make_row(kind, writer, diet, stage, pick_size(kind, stage, diet.bounds, chance), chance)
+            assert {KINDS[one] for one in row.kinds if one >= 0} == {kind}
+            assert sum(target != IGNORED for target in row.targets) > 30
+
+
 def test_a_stage_ends_with_its_skills_or_its_time() -> None:
     course = Course()
     skills = dict(course.stage.skills)
