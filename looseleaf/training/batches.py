@@ -9,7 +9,7 @@ do not come to lean on what reuse takes away.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from random import Random
 from typing import Any
 
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from looseleaf.training.course import Course, Stage, pick_size
-from looseleaf.training.drills import OF_TWO, drill_world
+from looseleaf.training.course import Course, Level, pick_kind, pick_size
+from looseleaf.training.drills import DRILLS, drill_world
 from looseleaf.training.prompts import (
     BETWEEN,
     FILLER_WORDS,
@@ -39,7 +39,7 @@ from looseleaf.workloads.bounds import Bounds
 from looseleaf.workloads.clips import Clip
 from looseleaf.workloads.documents import Documents
 from looseleaf.workloads.lookups import look_up
-from looseleaf.workloads.notes import Note, some_word
+from looseleaf.workloads.notes import some_word
 from looseleaf.workloads.pictures import Colour
 from looseleaf.workloads.questions import Size
 from looseleaf.workloads.streams import Stream
@@ -58,6 +58,8 @@ LEAST = 120
 """Tokens of questions behind an album, at least."""
 LEAST_OF_NOTE = 32
 """The same behind a note, of which many are read rather than one often."""
+LEAST_OF_SHORT = 80
+"""Room worth trying to fill with a short prompt; for all others it is twice LEAST."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,26 +77,23 @@ class Diet:
     streams: float = 0.0
     lookups: float = 0.0
 
-    def shares(self, stage: Stage) -> dict[str, float]:
-        """Of the kinds of batch in a stage: the diet's own where the stage leaves room."""
-        own = {"pictures": self.pictures, "clips": self.clips, "streams": self.streams, "lookups": self.lookups}
-        shares = {kind: share for kind, share in stage.shares.items() if own.get(kind, 1)}
-        drilled = shares.pop("drills", 0.0)
-        shares |= {kind: drilled / len(stage.drills) for kind in stage.drills}
-        left = 1 - sum(stage.shares.values())
-        return shares | {kind: left * share for kind, share in own.items()} if left > 1e-6 else shares
+    @property
+    def mixed(self) -> dict[str, float]:
+        """Shares of the kinds of batch that ask about everything."""
+        return {"pictures": self.pictures, "clips": self.clips, "streams": self.streams, "lookups": self.lookups}
 
 
-def make_row(kind: str, writer: Writer, diet: Diet, stage: Stage, size: Size, chance: Random) -> Draft:
+def make_row(kind: str, writer: Writer, diet: Diet, level: Level, size: Size, chance: Random) -> Draft:
     """Prompts of one kind, one behind the other, until a row of the batch is full; none sees another."""
     row = Draft(axes=writer.form.axes)
     misses = 0
-    make = {"lookups": _lookup_draft, "words": _words_draft}.get(kind, _album_draft)
+    makers = {"lookups": _lookup_draft, "search": _lookup_draft, "found": _found_draft, "echo": _echo_draft}
+    make = makers.get(kind, _album_draft)
     while misses < 2:
         room, segments = diet.length - len(row.ids), SEGMENTS - len(row.sees)
-        if room < 2 * LEAST:
+        if room < (LEAST_OF_SHORT if kind in ("echo", "line", "note") else 2 * LEAST):
             break
-        draft = make(kind, writer, diet, stage, size, chance, room)
+        draft = make(kind, writer, diet, level, size, chance, room)
         if draft is None or len(draft.sees) > segments:
             misses += 1
         else:
@@ -103,47 +102,46 @@ def make_row(kind: str, writer: Writer, diet: Diet, stage: Stage, size: Size, ch
 
 
 def _album_draft(
-    kind: str, writer: Writer, diet: Diet, stage: Stage, size: Size, chance: Random, room: int
+    kind: str, writer: Writer, diet: Diet, level: Level, size: Size, chance: Random, room: int
 ) -> Draft | None:
     """An album and about as many tokens of questions as it has itself; None where there is no room for it."""
-    bounds, split = diet.bounds, stage.split
     rows, columns = writer.form.grid(*size)
-    most = max(1, (room - LEAST) // (rows * columns + 6))
+    album = _album(kind, diet.bounds, level, size, chance, max(1, (room - LEAST) // (rows * columns + 6)))
+    sight = _drill_sight(kind, album, chance) if kind in DRILLS else _sight(kind, album, chance)
+    gaps, jumps = _gaps(len(album.entries), chance, short=kind == "streams", wide=level.wide)
+    opening = writer.openings[0] if chance.random() < 0.6 else chance.choice(writer.openings)
+    draft, seen = writer.lay_out(album.entries, sight, gaps, opening=opening, jumps=jumps)
+    draft.at += chance.randrange(60) if chance.random() < 0.2 else 0
+    share, least = (0.3, LEAST_OF_NOTE) if kind in ("line", "note") else (diet.questions, LEAST)
+    return _fill(draft, seen, writer, album, level, sight, room, share, chance, least=least)
+
+
+def _album(kind: str, bounds: Bounds, level: Level, size: Size, chance: Random, most: int) -> Album:
+    """Pictures for one kind of batch, at most `most` where their number may vary."""
+    split = level.split
 
     def some(counts: Sequence[int], limit: int) -> int:
         return chance.choice([one for one in counts if one <= min(most, limit)] or counts[:1])
 
-    if kind == "notes":
-        album = Album(chance, [Note(chance, split, size)])
-    elif kind == "pictures":
-        album = mixed_album(chance, split, size, some(bounds.counts, stage.pictures), as_text=stage.as_text)
-    elif kind in stage.drills:
-        album = Album(chance, [drill_world(kind, chance, split, size)])
-    elif kind == "clips":
-        frames = some(bounds.clip_frames, stage.frames)
-        album = Album(chance, [Clip(chance, split, bounds.frame_side, frames=frames)])
-    else:
-        frames = some(bounds.stream_frames, 2 * stage.frames)
-        needles = chance.randint(2, max(2, frames // 3))
-        album = Album(chance, [Stream(chance, split, bounds.frame_side, frames=frames, needles=needles)])
-    sight = _sight(kind, album, chance)
-    gaps, jumps = _gaps(len(album.entries), chance, short=kind == "streams", wide=stage.wide)
-    opening = writer.openings[0] if chance.random() < 0.6 else chance.choice(writer.openings)
-    draft, seen = writer.lay_out(album.entries, sight, gaps, opening=opening, jumps=jumps)
-    draft.at += chance.randrange(60) if chance.random() < 0.2 else 0
-    share, least = (0.3, LEAST_OF_NOTE) if kind == "notes" else (diet.questions, LEAST)
-    return _fill(draft, seen, writer, album, stage, sight, room, share, chance, least=least)
+    match kind:
+        case "pictures":
+            return mixed_album(chance, split, size, some(bounds.counts, level.pictures), as_text=level.as_text)
+        case "clips":
+            frames = some(bounds.clip_frames, level.frames)
+            return Album(chance, [Clip(chance, split, bounds.frame_side, frames=frames)])
+        case "streams":
+            frames = some(bounds.stream_frames, 2 * level.frames)
+            needles = chance.randint(2, max(2, frames // 3))
+            return Album(chance, [Stream(chance, split, bounds.frame_side, frames=frames, needles=needles)])
+        case _:
+            world = drill_world(kind, chance, replace(split, most_lines=1) if kind == "line" else split, size)
+            return Album(chance, [world], as_text=[world] if kind == "texts" else [])
 
 
-def _words_draft(
-    kind: str, writer: Writer, diet: Diet, stage: Stage, size: Size, chance: Random, room: int
+def _echo_draft(
+    kind: str, writer: Writer, diet: Diet, level: Level, size: Size, chance: Random, room: int
 ) -> Draft | None:
-    """Without pictures: words to say again, or two pages as words. Both are found by what stands before them."""
-    if chance.random() < 0.5:
-        pages = Documents(chance, stage.split, (224, 224))
-        album, sight = Album(chance, [pages], as_text=[pages]), Sight()
-        draft, seen = writer.lay_out(album.entries, sight, _gaps(2, chance, wide=False)[0])
-        return _fill(draft, seen, writer, album, stage, sight, room, diet.questions, chance)
+    """Words to say again: found by what stands before them."""
     words = " ".join(some_word(chance) for _ in range(chance.randint(4, 24)))
     draft, seen = writer.lay_out([], Sight(), [])
     writer.ask(draft, seen, *writer.branch([(f"Repeat: {words}", words, KINDS.index("echo"))]))
@@ -152,14 +150,17 @@ def _words_draft(
 
 def _sight(kind: str, album: Album, chance: Random) -> Sight:
     what = chance.random()
-    if kind.startswith("form_"):
-        return Sight(evicted=frozenset(album.absorbed() if kind in OF_TWO and what < 0.5 else ()))
     if what < 0.25:
         return Sight(blind=True)
     window = chance.randint(1, 8) if kind == "streams" and chance.random() < 0.6 else None
     if what < 0.75:
         return Sight(evicted=frozenset(at for at in album.absorbed() if chance.random() < 0.6), window=window)
     return Sight(window=window)
+
+
+def _drill_sight(skill: str, album: Album, chance: Random) -> Sight:
+    hidden = DRILLS[skill].binds and chance.random() < 0.5
+    return Sight(evicted=frozenset(album.absorbed() if hidden else ()))
 
 
 def _gaps(count: int, chance: Random, *, short: bool = False, wide: bool) -> tuple[list[str], list[int]]:
@@ -178,17 +179,17 @@ def _gaps(count: int, chance: Random, *, short: bool = False, wide: bool) -> tup
     return gaps, jumps
 
 
-def _turn(album: Album, stage: Stage, sight: Sight, chance: Random) -> Turn | None:
-    if chance.random() < 0.025 * stage.plain:
+def _turn(album: Album, level: Level, sight: Sight, chance: Random) -> Turn | None:
+    if chance.random() < 0.025 * level.plain:
         return other_question(chance), HARMLESS, 0
-    question = pick_question(album, chance, stage.split, sight, plain=stage.plain)
+    question = pick_question(album, chance, level.split, sight, plain=level.plain)
     if question is None:
         return None
     return question.text, question.facts or question.answer, KINDS.index(question.kind)
 
 
 def _fill(
-    draft: Draft, seen: set[int], writer: Writer, album: Album, stage: Stage, sight: Sight, room: int, share: float,
+    draft: Draft, seen: set[int], writer: Writer, album: Album, level: Level, sight: Sight, room: int, share: float,
     chance: Random, *, lead: tuple[list[int], list[tuple[int, int, int]]] | None = None, least: int = LEAST,
 ) -> Draft | None:  # fmt: skip
     """Branches until they are `share` times as long as what they ask about; `lead` stands at the head of each.
@@ -202,7 +203,7 @@ def _fill(
             return None
     while misses < 80 and len(draft.sees) < SEGMENTS:
         turns = [
-            turn for _ in range(2 if chance.random() < 0.15 else 1) if (turn := _turn(album, stage, sight, chance))
+            turn for _ in range(2 if chance.random() < 0.15 else 1) if (turn := _turn(album, level, sight, chance))
         ]
         if not turns:
             misses += 1
@@ -221,48 +222,61 @@ def _fill(
 
 
 def _lookup_draft(
-    kind: str, writer: Writer, diet: Diet, stage: Stage, size: Size, chance: Random, room: int
+    kind: str, writer: Writer, diet: Diet, level: Level, size: Size, chance: Random, room: int
 ) -> Draft | None:
     """With the search tool on offer: calls for what is not there, answers for what is, answers once it was found."""
-    split = stage.split
-    library = Documents(chance, split, size)
-    count = chance.choice([count for count in diet.bounds.counts if count <= min(stage.pictures - 1, 4)])
+    split = level.split
+    count = chance.choice([count for count in diet.bounds.counts if count <= min(level.pictures - 1, 4)])
     album = mixed_album(chance, split, size, count)
     known = {name for world in album.worlds if isinstance(world, Documents) for name in world.id_of}
-    question, call = look_up(library, chance, split)
-    for _ in range(20):
-        if not known.intersection(question.text.replace("?", " ").replace(".", " ").split()):
-            break
-        question, call = look_up(library, chance, split)
-    gaps, jumps = _gaps(len(album.entries), chance, wide=stage.wide)
+    library = Documents(chance, split, size)
+    while known.intersection(library.id_of):
+        library = Documents(chance, split, size)
+    gaps, jumps = _gaps(len(album.entries), chance, wide=level.wide)
     sight = Sight()
     draft, seen = writer.lay_out(album.entries, sight, gaps, opening=writer.tool_opening, jumps=jumps)
-    between = draft.tail + chance.choice(BETWEEN)
-    asked, spans = writer.branch([(between + question.text, call, KINDS.index("search"))])
-    if chance.random() < 0.35:
-        writer.ask(draft, seen, asked, spans)
-        for _ in range(4):
-            more, its_call = look_up(library, chance, split)
-            if known.intersection(more.text.replace("?", " ").replace(".", " ").split()):
-                continue
-            ids, spans = writer.branch(
-                [(draft.tail + chance.choice(BETWEEN) + more.text, its_call, KINDS.index("search"))]
-            )
-            writer.ask(draft, seen, ids, spans)
-        return _fill(draft, seen, writer, album, stage, sight, room, diet.questions, chance)
+    if kind == "search" or chance.random() < 0.35:
+        for _ in range(5):
+            question, call = look_up(library, chance, split)
+            text = draft.tail + chance.choice(BETWEEN) + question.text
+            writer.ask(draft, seen, *writer.branch([(text, call, KINDS.index("search"))]))
+        if kind == "search":
+            return draft if len(draft.ids) <= room else None
+        return _fill(draft, seen, writer, album, level, sight, room, diet.questions, chance)
+    question, call = look_up(library, chance, split)
     flow = draft.segment(set(seen))
-    draft.text(asked + writer.tool_turn, flow)
+    asked = draft.tail + chance.choice(BETWEEN) + question.text
+    draft.text(writer.branch([(asked, call, 0)])[0] + writer.tool_turn, flow)
     seen = seen | {flow}
     for page in library.pictures:
         place = draft.segment(set(seen))
         writer.add(draft, page, place)
         seen.add(place)
-    found = writer.words.ids(question.answer) + writer.end
-    lead = (
-        writer.tool_reply + found,
-        [(len(writer.tool_reply), len(writer.tool_reply) + len(found), KINDS.index("found"))],
-    )
-    return _fill(draft, seen, writer, Album(chance, [library]), stage, sight, room, 0.3, chance, lead=lead)
+    lead = writer.found(question.answer, KINDS.index("found"))
+    return _fill(draft, seen, writer, Album(chance, [library]), level, sight, room, 0.3, chance, lead=lead)
+
+
+def _found_draft(
+    kind: str, writer: Writer, diet: Diet, level: Level, size: Size, chance: Random, room: int
+) -> Draft | None:
+    """Several searches, each in a conversation of its own that ends where the same found pages begin."""
+    library = Documents(chance, level.split, size)
+    draft, seen = writer.lay_out([], Sight(), [], opening=writer.tool_opening)
+    asked = [look_up(library, chance, level.split) for _ in range(6)]
+    talks = [writer.branch([(question.text, call, 0)])[0] + writer.tool_turn for question, call in asked]
+    pages_at = draft.at + max(map(len, talks))
+    flows: list[int] = []
+    for talk in talks:
+        draft.at = pages_at - len(talk)
+        flows.append(draft.segment(set(seen)))
+        draft.text(talk, flows[-1])
+    for page in library.pictures:
+        place = draft.segment(set(seen))
+        writer.add(draft, page, place)
+        seen.add(place)
+    for (question, _), flow in zip(asked, flows, strict=True):
+        writer.ask(draft, seen | {flow}, *writer.found(question.answer, KINDS.index("found")))
+    return draft if len(draft.ids) <= room else None
 
 
 @dataclass(slots=True)
@@ -320,7 +334,7 @@ def collate(kind: str, drafts: Sequence[Draft], length: int, axes: int) -> Batch
         used = len(draft.ids)
         ids[row, :used], segments[row, :used] = draft.ids, draft.segments
         targets[row, :used], kinds[row, :used] = draft.targets, draft.kinds
-        positions[:, row, :used] = np.concatenate(draft.positions, axis=1)
+        positions[:, row, :used] = draft.positions()
         segments[row, used:] = SEGMENTS
         sees[row, SEGMENTS, SEGMENTS] = True
         for segment, seen in enumerate(draft.sees):
@@ -361,18 +375,17 @@ class Batches(IterableDataset[Batch]):
             torch.set_num_threads(1)
         diet = self._diet
         while True:
-            stage = self._course.stage
-            chance = stage.split.chance(self._seed, number, step)
-            shares = diet.shares(stage)
-            kind = chance.choices(list(shares), list(shares.values()))[0]
-            size = pick_size(kind, stage, diet.bounds, chance)
-            rows = [make_row(kind, self._writer, diet, stage, size, chance) for _ in range(diet.batch)]
+            level, shares = self._course.level, self._course.shares
+            chance = level.split.chance(self._seed, number, step)
+            kind = pick_kind(shares, chance)
+            size = pick_size(kind, level, diet.bounds, chance)
+            rows = [make_row(kind, self._writer, diet, level, size, chance) for _ in range(diet.batch)]
             yield collate(kind, rows, diet.length, self._writer.form.axes)
             step += 1
 
 
 def load_batches(writer: Writer, diet: Diet, course: Course, *, seed: int, workers: int) -> Any:
-    """An iterator over batches made by `workers` processes for the stage the course is at."""
+    """An iterator over batches made by `workers` processes for where the course stands."""
     return iter(
         DataLoader(
             Batches(writer, diet, course, seed), batch_size=None, num_workers=workers,

@@ -184,8 +184,7 @@ def _lookups(kind: str, writer: Writer, diet: Diet, family: str, count: int) -> 
                 place = draft.segment(set(seen))
                 writer.add(draft, page, place)
                 seen.add(place)
-            head, found = writer.tool_reply, writer.words.ids(question.answer) + writer.end
-            ids, spans = head + found, [(len(head), len(head) + len(found), KINDS.index("found"))]
+            ids, spans = writer.found(question.answer, KINDS.index("found"))
         writer.ask(draft, seen, ids, spans)
         yield draft
 

@@ -2,17 +2,17 @@
 
     python -m looseleaf.training --family qwen2_5_vl --seed 1 --minutes 8 --out models/
 
-Writes a folder that plain `from_pretrained` loads, a log of the run and its curve. The learning rate follows the clock,
-so that a slower machine trains less, not longer.
+Writes a folder that plain `from_pretrained` loads, a log of the run and its curve. The learning rate and the course
+follow the clock, so that a slower machine trains less, not longer.
 """
 
 from __future__ import annotations
 
 import gc
 import json
-import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ from torch.nn.functional import cross_entropy
 
 from looseleaf.training.batches import KINDS, Batch, Diet, load_batches
 from looseleaf.training.corpus import corpus
-from looseleaf.training.course import Course
+from looseleaf.training.course import BATCHES, Course
+from looseleaf.training.drills import DRILLS
 from looseleaf.training.families import Trainee
 from looseleaf.training.optimiser import Optimiser
 from looseleaf.training.painter import Painter
@@ -40,6 +41,8 @@ DIETS: dict[str, Diet] = {
     "deepseek_vl": Diet(bounds=TRAINED["deepseek_vl"], length=1536, batch=64, questions=0.9),
 }
 WARM_STEPS = 100
+COOLING = 0.4
+"""Share of the time, at the end, in which the rate falls: what has not been learned by then hardly will be."""
 LOOK = 50
 """Steps between two looks at what is right by now."""
 NOISE = 0.02
@@ -91,7 +94,7 @@ def train(
     build_folder(family, out, corpus=corpus(), seed=seed)
     trainee = Trainee.load(out, device=device)
     writer = writer_of(trainee)
-    course = Course(lookups=diet.lookups > 0)
+    course = Course(diet.mixed)
     batches: Iterator[Batch] = load_batches(writer, diet, course, seed=seed, workers=workers)
     if compiled:
         compile_blocks(trainee)
@@ -101,7 +104,8 @@ def train(
     log: list[dict[str, Any]] = []
     count = sum(one.numel() for one in trainee.model.parameters())
     tell(f"{family}: {count / 1e6:.1f} M parameters, ready after {time.perf_counter() - started:.0f} s")
-    step, waited, score = 0, 0.0, torch.zeros(2, len(KINDS), device=device)
+    step, waited = 0, 0.0
+    score, drilled = torch.zeros(2, len(KINDS), device=device), torch.zeros(2, len(BATCHES), device=device)
     while True:
         spent = (time.perf_counter() - started) / (minutes * 60) if steps is None else step / steps
         if spent >= 1:
@@ -109,27 +113,30 @@ def train(
         asked = time.perf_counter()
         batch = next(batches).to(device)
         waited += time.perf_counter() - asked
-        now = rate * min(1.0, (step + 1) / WARM_STEPS) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * spent)))
+        now = rate * min(1.0, (step + 1) / WARM_STEPS, max(0.02, (1 - spent) / COOLING))
         with torch.autocast(device, torch.bfloat16):
             logits, targets = forward(batch, noise=NOISE)
         loss = cross_entropy(logits.float(), targets)
         loss.backward()  # type: ignore[no-untyped-call]
         length = optimiser.step(now)
-        score += _right_by_kind(logits, targets, batch)
+        right = _right_by_kind(logits, targets, batch)
+        score += right
+        drilled[:, BATCHES.index(batch.kind)] += right.sum(1)
         step += 1
         if step % LOOK == 0 or step == 1:
-            right, total = score.tolist()
-            known = {kind: round(r / t, 4) for kind, r, t in zip(KINDS, right, total, strict=True) if t}
             row: dict[str, Any] = {
                 "step": step, "s": round(time.perf_counter() - started, 1), "loss": round(loss.item(), 4),
-                "length": round(float(length), 2), "kind": batch.kind, "rate": now, "stage": course.number,
-                "right": known,
+                "length": round(float(length), 2), "kind": batch.kind, "rate": now, "level": course.number,
+                "drills": _shares_of(drilled, BATCHES), "right": _shares_of(score, KINDS),
             }  # fmt: skip
             score.zero_()
+            drilled.zero_()
             log.append(row)
-            if course.heed(step, known) or step % (2 * LOOK if step < 2000 else 4 * LOOK) == 0 or step == 1:
-                shown = " ".join(f"{name} {value:.2f}" for name, value in known.items())
-                tell(f"{step} {row['s']:.0f}s stage {row['stage']} waited {waited:.0f}s loss {row['loss']} {shown}")
+            if course.heed(spent, row["drills"]) or step % (2 * LOOK if step < 2000 else 4 * LOOK) == 0 or step == 1:
+                shown = " ".join(
+                    f"{name} {value:.2f}" for name, value in {**course.right, "|": 0, **row["right"]}.items()
+                )
+                tell(f"{step} {row['s']:.0f}s level {row['level']} waited {waited:.0f}s loss {row['loss']} {shown}")
     del batches
     gc.collect()  # its workers end here, not in processes forked later
     trainee.model.eval()
@@ -170,19 +177,24 @@ def _right_by_kind(logits: Tensor, targets: Tensor, batch: Batch) -> Tensor:
     return sums.index_add_(1, kinds, torch.stack([right, torch.ones_like(right)]))
 
 
+def _shares_of(sums: Tensor, names: Sequence[str]) -> dict[str, float]:
+    right, total = sums.tolist()
+    return {name: round(r / t, 4) for name, r, t in zip(names, right, total, strict=True) if t}
+
+
 def plot(log: list[dict[str, Any]], path: Path) -> None:
-    """The loss and what is right by kind of question, over the run."""
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    loss, right = figure.subplots(1, 2)
-    for kind in sorted({row["kind"] for row in log}):
-        ours = [row for row in log if row["kind"] == kind]
-        loss.plot([row["s"] for row in ours], [row["loss"] for row in ours], label=kind, linewidth=1)
-    loss.set(xlabel="seconds", ylabel="loss", yscale="log")
-    for name in ("colour", "shape", "code", "changed_cell", "value_of", "happened", "sign", "search"):
-        rows = [row for row in log if name in row["right"]]
-        right.plot([row["s"] for row in rows], [row["right"][name] for row in rows], label=name, linewidth=1)
-    right.set(xlabel="seconds", ylabel="answer tokens right")
-    for axes in (loss, right):
-        axes.legend(fontsize=8, frameon=False)
+    """What is right over the run: by skill in its drills, by question among everything."""
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    every = ("colour", "shape", "code", "changed_cell", "changed_to", "value_of", "happened", "sign_chain", "found")
+    for axes, part, names in zip(figure.subplots(1, 2), ("drills", "right"), (tuple(DRILLS), every), strict=True):
+        for number, name in enumerate(names):
+            rows = [row for row in log if name in row[part]]
+            style = "-" if number < 10 else "--"
+            axes.plot([row["s"] for row in rows], [row[part][name] for row in rows], style, label=name, linewidth=1)
+        for before, row in pairwise(log):
+            if row["level"] > before["level"]:
+                axes.axvline(row["s"], color="0.8", linewidth=1, zorder=0)
+        axes.set(xlabel="seconds", ylabel=f"answer tokens right, {'drills' if part == 'drills' else 'everything'}")
+        axes.legend(fontsize=7, frameon=False, ncols=2, loc="lower right")
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)

@@ -125,14 +125,20 @@ class Words:
         self._known: dict[str, list[int]] = {}
 
     def ids(self, text: str) -> list[int]:
-        """The ids of plain words."""
-        found: list[int] = []
-        for piece in self._PIECES.findall(text):
-            known = self._known.get(piece)
-            if known is None:
-                known = self._known[piece] = self.whole(piece)
-            found += known
+        """The ids of plain words; not to be changed."""
+        known = self._known.get(text)
+        if known is not None:
+            return known
+        found = [one for piece in self._PIECES.findall(text) for one in self._piece(piece)]
+        if len(text) < 16:  # keys, values and fillers, which come again and again
+            self._known[text] = found
         return found
+
+    def _piece(self, piece: str) -> list[int]:
+        known = self._known.get(piece)
+        if known is None:
+            known = self._known[piece] = self.whole(piece)
+        return known
 
     def whole(self, text: str) -> list[int]:
         """The ids of a template's text, markers included."""
@@ -148,7 +154,10 @@ class Draft:
     segments: list[int] = field(default_factory=list)
     targets: list[int] = field(default_factory=list)
     kinds: list[int] = field(default_factory=list)
-    positions: list[NDArray[np.int32]] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    """Where each token stands; an image's tokens where it begins, if they have rows and columns beside."""
+    grids: list[tuple[int, int, int]] = field(default_factory=list)
+    """First token, rows and columns of each such image."""
     pictures: list[Picture] = field(default_factory=list)
     sees: list[set[int]] = field(default_factory=list)
     """Segments each segment sees, itself included."""
@@ -159,12 +168,13 @@ class Draft:
 
     def extend(self, other: Draft) -> None:
         """Put another prompt behind: neither sees the other, and its positions are its own."""
-        first = len(self.sees)
+        first, start = len(self.sees), len(self.ids)
         self.ids += other.ids
         self.segments += [first + one for one in other.segments]
         self.targets += other.targets
         self.kinds += other.kinds
-        self.positions += other.positions
+        self.steps += other.steps
+        self.grids += [(start + at, rows, columns) for at, rows, columns in other.grids]
         self.pictures += other.pictures
         self.sees += [{first + one for one in seen} for seen in other.sees]
 
@@ -184,9 +194,15 @@ class Draft:
             self.kinds += [-1] * len(ids)
         self.ids += ids
         self.segments += [segment] * len(ids)
-        steps = np.arange(self.at, self.at + len(ids), dtype=np.int32)
-        self.positions.append(np.broadcast_to(steps, (self.axes, len(ids))))
+        self.steps += range(self.at, self.at + len(ids))
         self.at += len(ids)
+
+    def positions(self) -> NDArray[np.int64]:
+        """Of every token [axes, token]."""
+        found = np.tile(np.array(self.steps, dtype=np.int64), (self.axes, 1))
+        for first, rows, columns in self.grids:
+            found[1:, first : first + rows * columns] += np.indices((rows, columns)).reshape(2, -1)
+        return found
 
     def image(self, picture: Picture, segment: int, form: Format, opening: list[int], closing: list[int]) -> None:
         """An image with its markers; M-RoPE counts rows and columns and goes on behind the longer side."""
@@ -198,11 +214,11 @@ class Draft:
         self.targets += [IGNORED] * count
         self.kinds += [-1] * count
         if self.axes == 3:
-            row, column = np.divmod(np.arange(count, dtype=np.int32), columns)
-            self.positions.append(np.stack([np.full(count, self.at, dtype=np.int32), self.at + row, self.at + column]))
+            self.grids.append((len(self.ids) - count, rows, columns))
+            self.steps += [self.at] * count
             self.at += max(rows, columns)
         else:
-            self.positions.append(np.arange(self.at, self.at + count, dtype=np.int32)[None])
+            self.steps += range(self.at, self.at + count)
             self.at += count
         self.text(closing, segment)
         self.tail = form.image_tail
@@ -318,7 +334,7 @@ class Writer:
     def add(self, draft: Draft, entry: Entry, segment: int) -> None:
         """A picture or a page of words."""
         if isinstance(entry, str):
-            draft.text(self.words.whole("\n" + entry), segment)
+            draft.text(self.words.ids("\n" + entry), segment)
         else:
             draft.image(entry, segment, self.form, self._opening, self._closing)
 
@@ -345,6 +361,11 @@ class Writer:
             ids += self.end
         return ids, spans
 
+    def found(self, answer: str, kind: int) -> tuple[list[int], list[tuple[int, int, int]]]:
+        """What stands behind the pages a search found, and the span of the answer in it."""
+        ids = self.tool_reply + self.words.ids(answer) + self.end
+        return ids, [(len(self.tool_reply), len(ids), kind)]
+
     def ask(self, draft: Draft, seen: set[int], ids: list[int], spans: list[tuple[int, int, int]]) -> None:
         """Append one branch at the draft's current position, which stays where it is."""
         start = draft.at
@@ -367,6 +388,10 @@ def pick_question(album: Album, chance: Random, split: Split, sight: Sight, *, p
     if sight.blind and question.hops > 1:
         return None
     if question.facts:
-        seen = tuple(fact for fact in question.facts if not sight.evicted.intersection(fact.carriers))
+        seen = question.facts
+        if sight.evicted:
+            seen = tuple(fact for fact in seen if not sight.evicted.intersection(fact.carriers))
+        if len(seen) == len(question.facts) <= FORM_ENTRIES:
+            return question
         return replace(question, facts=seen[:FORM_ENTRIES]) if seen else None
     return None if sight.evicted.intersection(question.carriers) else question

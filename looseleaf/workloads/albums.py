@@ -58,6 +58,8 @@ class Album:
         """A question of `kind` about world `number`; `needs` counts this album's entries."""
         question = self.worlds[number].ask(kind, chance, split)
         places = self._places[number]
+        if len(places) == len(self.entries):
+            return question
 
         def placed(own: tuple[int, ...]) -> tuple[int, ...]:
             return tuple(places[at] for at in own)
