@@ -87,11 +87,11 @@ def make_row(kind: str, writer: Writer, diet: Diet, level: Level, size: Size, ch
     """Prompts of one kind, one behind the other, until a row of the batch is full; none sees another."""
     row = Draft(axes=writer.form.axes)
     misses = 0
-    makers = {"lookups": _lookup_draft, "search": _lookup_draft, "found": _found_draft, "echo": _echo_draft}
+    makers = {"lookups": _lookup_draft, "search": _lookup_draft, "found": _found_draft, "words": _words_draft}
     make = makers.get(kind, _album_draft)
     while misses < 2:
         room, segments = diet.length - len(row.ids), SEGMENTS - len(row.sees)
-        if room < (LEAST_OF_SHORT if kind in ("echo", "line", "note") else 2 * LEAST):
+        if room < (LEAST_OF_SHORT if kind in ("line", "note") else 2 * LEAST):
             break
         draft = make(kind, writer, diet, level, size, chance, room)
         if draft is None or len(draft.sees) > segments:
@@ -135,13 +135,18 @@ def _album(kind: str, bounds: Bounds, level: Level, size: Size, chance: Random, 
             return Album(chance, [Stream(chance, split, bounds.frame_side, frames=frames, needles=needles)])
         case _:
             world = drill_world(kind, chance, replace(split, most_lines=1) if kind == "line" else split, size)
-            return Album(chance, [world], as_text=[world] if kind == "texts" else [])
+            return Album(chance, [world])
 
 
-def _echo_draft(
+def _words_draft(
     kind: str, writer: Writer, diet: Diet, level: Level, size: Size, chance: Random, room: int
 ) -> Draft | None:
-    """Words to say again: found by what stands before them."""
+    """Without pictures: words to say again, or two pages as words. Both are found by what stands before them."""
+    if chance.random() < 0.5:
+        pages = Documents(chance, level.split, (224, 224))
+        album, sight = Album(chance, [pages], as_text=[pages]), Sight()
+        draft, seen = writer.lay_out(album.entries, sight, _gaps(2, chance, wide=level.wide)[0])
+        return _fill(draft, seen, writer, album, level, sight, room, diet.questions, chance)
     words = " ".join(some_word(chance) for _ in range(chance.randint(4, 24)))
     draft, seen = writer.lay_out([], Sight(), [])
     writer.ask(draft, seen, *writer.branch([(f"Repeat: {words}", words, KINDS.index("echo"))]))

@@ -1,9 +1,8 @@
-"""The course of a training: which skills are drilled now, how hard prompts are, and when to go on.
+"""The course of a training: which skill is taken up now, what is rehearsed, how hard prompts are, and when to go on.
 
 To find something by its name and to read are each learned in a few hundred steps when little else is asked, and not at
-all in thousands when all tasks start at once. So a skill is drilled once those it rests on are there, and less once it
-is there itself; the more skills are there, the more prompts mix everything. Prompts grow when all skills are there, or
-when it is time.
+all in thousands when all tasks start at once. So skills are taken up one by one on small prompts, beside those that are
+there; then prompts grow and mix everything, and what is lacking most is drilled most.
 """
 
 from __future__ import annotations
@@ -22,10 +21,12 @@ MIXED = ("pictures", "clips", "streams", "lookups")
 """Batches that ask about everything; shares are the diet's."""
 BATCHES = (*DRILLS, *MIXED)
 
-BEGUN, THERE, SURE = 0.85, 0.95, 0.98
-"""Answer tokens right in a drill: others may rest on it; it is there; it needs little more."""
-AT_ONCE = 3
-"""Skills that are begun at the same time, in the drills' order, while prompts are small."""
+THERE = 0.95
+"""Of the answer tokens right in a drill: the next skill is taken up."""
+PATIENCE = 350
+"""Steps after which it is taken up in any case."""
+FOCUS = 0.6
+"""Share of the batches that drill the newest skill."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +36,7 @@ class Level:
     until: float
     """Share of the time at which the next level begins at the latest."""
     mixed: float
-    """Share of batches that ask about everything, when all skills are there."""
+    """Share of batches that ask about everything."""
     split: Split
     sizes: int | None
     """How many of the sizes, from the smallest."""
@@ -55,13 +56,13 @@ def levels() -> tuple[Level, ...]:
     """From a few small pictures to everything."""
     few, some = first_steps()
     small = Level(
-        until=0.45, mixed=0.6, split=few, sizes=2, pictures=3, frames=3, as_text=0.4, plain=0.3, wide=False
+        until=0.55, mixed=0.0, split=few, sizes=2, pictures=3, frames=3, as_text=0.4, plain=0.2, wide=False
     )  # fmt: skip
     middle = replace(
-        small, until=0.6, mixed=0.7, split=some, sizes=4, pictures=4, frames=4, as_text=0.3, plain=0.5, wide=True
+        small, until=0.68, mixed=0.6, split=some, sizes=4, pictures=4, frames=4, as_text=0.3, plain=0.5, wide=True
     )  # fmt: skip
     whole = Level(
-        until=float("inf"), mixed=0.9, split=trained(), sizes=None, pictures=99, frames=99, as_text=0.2, plain=1.0,
+        until=float("inf"), mixed=0.8, split=trained(), sizes=None, pictures=99, frames=99, as_text=0.2, plain=1.0,
         wide=True,
     )  # fmt: skip
     return small, middle, whole
@@ -78,7 +79,7 @@ class Course:
         left_out = {skill for kind, skills in needless.items() if kind not in self._mixed for skill in skills}
         self.skills = [skill for skill in DRILLS if skill not in left_out]
         self.right = dict.fromkeys(self.skills, 0.0)
-        self._best = dict(self.right)
+        self._taken, self._since = 1, 0
         self._number = _shared(torch.zeros((), dtype=torch.int64))
         self._shares = _shared(torch.zeros(len(BATCHES)))
         self._share_out()
@@ -94,33 +95,45 @@ class Course:
         return self.levels[self.number]
 
     @property
+    def newest(self) -> str:
+        """The skill taken up last."""
+        return self.skills[self._taken - 1]
+
+    @property
     def shares(self) -> dict[str, float]:
         """Of the kinds of batch now."""
         return {kind: share for kind, share in zip(BATCHES, self._shares.tolist(), strict=True) if share}
 
-    def heed(self, spent: float, right: Mapping[str, float]) -> bool:
-        """Go by what was `right` in the drills lately and by the share of the time; whether a level was reached."""
+    def heed(self, step: int, spent: float, right: Mapping[str, float]) -> bool:
+        """Go by what was `right` in the drills lately and by the share of the time; whether anything is new."""
         self.right |= {skill: value for skill, value in right.items() if skill in self.right}
-        self._best = {skill: max(self._best[skill], value) for skill, value in self.right.items()}
-        grown = self.number < len(self.levels) - 1 and (
-            spent >= self.level.until or all(value >= THERE for value in self.right.values())
-        )
-        if grown:
-            self._number += 1
+        done = self.right[self.newest] >= THERE or step - self._since >= PATIENCE
+        if self.number == 0:
+            last = self._taken == len(self.skills)
+            if spent >= self.level.until or (done and last):
+                self._taken = len(self.skills)
+                grown = new = True
+            else:
+                grown, new = False, done
+                self._taken += done
+        else:
+            grown = new = self.number < len(self.levels) - 1 and spent >= self.level.until
+        self._number += grown
+        self._since = step if new else self._since
         self._share_out()
-        return grown
+        return new
 
     def _share_out(self) -> None:
-        open_ = [skill for skill in self.skills if all(self._best[one] >= BEGUN for one in DRILLS[skill].after)]
-        weights = {skill: 1.0 if (v := self.right[skill]) < THERE else 0.3 if v < SURE else 0.05 for skill in open_}
-        if self.number == 0:
-            begun = [skill for skill in open_ if self._best[skill] < THERE]
-            weights = {skill: weight for skill, weight in weights.items() if skill not in begun[AT_ONCE:]}
-        there = sum(self._best[skill] >= THERE for skill in self.skills) / len(self.skills)
-        mixed = self.level.mixed * there if self._best["cells"] >= BEGUN else 0.0
-        total = sum(weights.values())
-        shares = {skill: (1 - mixed) * weight / total for skill, weight in weights.items()}
-        shares |= {kind: mixed * share / sum(self._mixed.values()) for kind, share in self._mixed.items()}
+        """The newest skill and those that are there, or everything and what is lacking."""
+        taken = self.skills[: self._taken]
+        weights = {skill: 0.05 + max(0.0, THERE - self.right[skill]) for skill in taken}
+        focus = FOCUS if self.number == 0 and len(taken) > 1 else 0.0
+        if focus:
+            del weights[self.newest]
+        left, total = 1 - self.level.mixed - focus, sum(weights.values())
+        shares = {skill: left * weight / total for skill, weight in weights.items()}
+        shares |= {self.newest: focus} if focus else {}
+        shares |= {kind: self.level.mixed * share / sum(self._mixed.values()) for kind, share in self._mixed.items()}
         self._shares.copy_(torch.tensor([shares.get(kind, 0.0) for kind in BATCHES]))
 
 

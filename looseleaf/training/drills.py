@@ -1,8 +1,10 @@
 """Drills: one skill each, asked for alone about the smallest pictures that need it.
 
-What finds something by its looks and what binds pictures is learned within a hundred steps or two when it is asked for
-alone, and may not be in thousands as one question among many. A skill that rests on others is drilled once those are
-there.
+What finds something by its looks and what binds pictures is learned within a hundred steps or two when it is the only
+thing not known yet, and may not be in thousands as one question among many: Muon's steps are all of one length, so
+whatever is furthest from known takes them. And a skill must be asked for whole from the start: cells of a single
+picture were learned in a way that never came to heed which of several was meant, and a key read by its cells was never
+read by its shapes.
 """
 
 from __future__ import annotations
@@ -24,13 +26,12 @@ MakeWorld = Callable[[Random, Split, Size], World]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drill:
-    """One skill: the pictures it needs, what is asked of them, and the skills it rests on."""
+    """One skill: the pictures it needs and what is asked of them."""
 
     world: MakeWorld | None = None
     """None: words, or a conversation with the search tool."""
-    asks: tuple[str, ...] = ()
-    """Kinds of question; none: all of the world's."""
-    after: tuple[str, ...] = ()
+    asks: tuple[str, ...]
+    """Kinds of question; the first is the one it is judged by."""
     binds: bool = False
     """Whether a picture must have been read behind another, which half of the prompts then hide from the question."""
     frames: bool = False
@@ -45,38 +46,34 @@ def _stream(chance: Random, split: Split, size: Size) -> World:
     return Stream(chance, split, size[0], frames=chance.randint(3, 5), needles=2)
 
 
-def _several(chance: Random, split: Split, size: Size) -> World:
-    return Scenes(chance, split, size, count=chance.choice((2, 2, 3)), legend=False, pairs=0)
+def _scenes(chance: Random, split: Split, size: Size) -> World:
+    return Scenes(chance, split, size, count=chance.choice((1, 2, 2, 3)), legend=False, pairs=0)
 
 
-_one = partial(Scenes, count=1, legend=False, pairs=0)
 _legend = partial(Scenes, count=1, legend=True, pairs=0)
 _coded = partial(Scenes, count=2, legend=True, pairs=0)
 _pair = partial(Scenes, count=2, legend=False, pairs=1)
 
 DRILLS: dict[str, Drill] = {
-    "echo": Drill(),
-    "texts": Drill(world=Documents),
-    "line": Drill(world=Note, after=("echo",)),
-    "cells": Drill(world=_one, asks=("form_cells", "colour", "shape"), after=("line",)),
-    "note": Drill(world=Note, after=("line",)),
-    "legend": Drill(world=_legend, asks=("form_legend", "form_key", "legend"), after=("cells",)),
-    "several": Drill(world=_several, asks=("form_cells", "colour", "shape"), after=("cells",)),
-    "codes": Drill(world=_coded, asks=("form_codes", "code"), after=("legend",), binds=True),
-    "events": Drill(world=_clip, asks=("form_events", "happened"), after=("cells",), binds=True, frames=True),
-    "changes": Drill(
-        world=_pair, asks=("form_changes", "changed_cell", "changed_to"), after=("several",), binds=True
-    ),
-    "things": Drill(world=_one, asks=("form_things", "where", "colour_of"), after=("cells",)),
-    "pages": Drill(world=Documents, asks=("form_lines", "form_ids", "form_values", "id_of"), after=("note", "texts")),
-    "matches": Drill(world=Documents, asks=("form_matches", "value_of"), after=("pages",)),
-    "signs": Drill(world=_stream, asks=("form_signs", "sign"), after=("things",), frames=True),
-    "chains": Drill(world=_stream, asks=("form_chains", "sign_chain"), after=("signs",), frames=True),
-    "when": Drill(world=_clip, asks=("form_when", "when"), after=("events",), frames=True),
-    "search": Drill(after=("note",)),
-    "found": Drill(after=("search", "pages")),
+    "words": Drill(asks=("form_matches", "form_ids", "form_values", "form_lines", "value_of")),
+    "line": Drill(world=Note, asks=("form_note", "note")),
+    "cells": Drill(world=_scenes, asks=("form_cells", "colour", "shape")),
+    "legend": Drill(world=_legend, asks=("form_legend", "legend")),
+    "codes": Drill(world=_coded, asks=("form_codes", "code"), binds=True),
+    "events": Drill(world=_clip, asks=("form_events", "happened"), binds=True, frames=True),
+    "changes": Drill(world=_pair, asks=("form_changes",), binds=True),
+    "changed": Drill(world=_pair, asks=("changed_cell", "changed_to"), binds=True),
+    "things": Drill(world=_scenes, asks=("form_things", "where", "colour_of")),
+    "note": Drill(world=Note, asks=("form_note", "note")),
+    "pages": Drill(world=Documents, asks=("form_ids", "form_values", "form_lines", "id_of")),
+    "matches": Drill(world=Documents, asks=("form_matches", "value_of")),
+    "signs": Drill(world=_stream, asks=("form_signs", "sign"), frames=True),
+    "chains": Drill(world=_stream, asks=("form_chains", "sign_chain"), frames=True),
+    "when": Drill(world=_clip, asks=("form_when", "when"), frames=True),
+    "search": Drill(asks=("search",)),
+    "found": Drill(asks=("found",)),
 }  # fmt: skip
-"""In the order in which they are begun, where several could be."""
+"""In the order in which they are taken up."""
 
 
 def drill_world(name: str, chance: Random, split: Split, size: Size) -> World:
@@ -85,7 +82,7 @@ def drill_world(name: str, chance: Random, split: Split, size: Size) -> World:
     assert drill.world is not None
     for _ in range(20):
         world = drill.world(chance, split, size)
-        kinds = {kind: weight for kind, weight in world.kinds.items() if not drill.asks or kind in drill.asks}
+        kinds = {kind: weight for kind, weight in world.kinds.items() if kind in drill.asks}
         if kinds:
             world.kinds = kinds
             return world

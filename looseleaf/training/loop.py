@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ DIETS: dict[str, Diet] = {
     "deepseek_vl": Diet(bounds=TRAINED["deepseek_vl"], length=1536, batch=64, questions=0.9),
 }
 WARM_STEPS = 100
-COOLING = 0.4
+COOLING = 0.35
 """Share of the time, at the end, in which the rate falls: what has not been learned by then hardly will be."""
 LOOK = 50
 """Steps between two looks at what is right by now."""
@@ -105,7 +105,7 @@ def train(
     count = sum(one.numel() for one in trainee.model.parameters())
     tell(f"{family}: {count / 1e6:.1f} M parameters, ready after {time.perf_counter() - started:.0f} s")
     step, waited = 0, 0.0
-    score, drilled = torch.zeros(2, len(KINDS), device=device), torch.zeros(2, len(BATCHES), device=device)
+    score = torch.zeros(2, len(BATCHES), len(KINDS), device=device)
     while True:
         spent = (time.perf_counter() - started) / (minutes * 60) if steps is None else step / steps
         if spent >= 1:
@@ -119,24 +119,19 @@ def train(
         loss = cross_entropy(logits.float(), targets)
         loss.backward()  # type: ignore[no-untyped-call]
         length = optimiser.step(now)
-        right = _right_by_kind(logits, targets, batch)
-        score += right
-        drilled[:, BATCHES.index(batch.kind)] += right.sum(1)
+        score[:, BATCHES.index(batch.kind)] += _right_by_kind(logits, targets, batch)
         step += 1
         if step % LOOK == 0 or step == 1:
             row: dict[str, Any] = {
                 "step": step, "s": round(time.perf_counter() - started, 1), "loss": round(loss.item(), 4),
                 "length": round(float(length), 2), "kind": batch.kind, "rate": now, "level": course.number,
-                "drills": _shares_of(drilled, BATCHES), "right": _shares_of(score, KINDS),
+                "newest": course.newest, "drills": _right_in_drills(score), "right": _shares_of(KINDS, score.sum(1)),
             }  # fmt: skip
             score.zero_()
-            drilled.zero_()
             log.append(row)
-            if course.heed(spent, row["drills"]) or step % (2 * LOOK if step < 2000 else 4 * LOOK) == 0 or step == 1:
-                shown = " ".join(
-                    f"{name} {value:.2f}" for name, value in {**course.right, "|": 0, **row["right"]}.items()
-                )
-                tell(f"{step} {row['s']:.0f}s level {row['level']} waited {waited:.0f}s loss {row['loss']} {shown}")
+            new = course.heed(step, spent, row["drills"])
+            if new or step % (2 * LOOK if step < 2000 else 4 * LOOK) == 0 or step == 1:
+                tell(_line(row, waited, course))
     del batches
     gc.collect()  # its workers end here, not in processes forked later
     trainee.model.eval()
@@ -177,9 +172,27 @@ def _right_by_kind(logits: Tensor, targets: Tensor, batch: Batch) -> Tensor:
     return sums.index_add_(1, kinds, torch.stack([right, torch.ones_like(right)]))
 
 
-def _shares_of(sums: Tensor, names: Sequence[str]) -> dict[str, float]:
+def _shares_of(names: Sequence[str], sums: Tensor) -> dict[str, float]:
     right, total = sums.tolist()
     return {name: round(r / t, 4) for name, r, t in zip(names, right, total, strict=True) if t}
+
+
+def _right_in_drills(score: Tensor) -> dict[str, float]:
+    """By skill, of the kind of question it is judged by."""
+    places = [(BATCHES.index(skill), KINDS.index(drill.asks[0])) for skill, drill in DRILLS.items()]
+    batches, kinds = (list(part) for part in zip(*places, strict=True))
+    return _shares_of(tuple(DRILLS), score[:, batches, kinds])
+
+
+def _line(row: Mapping[str, Any], waited: float, course: Course) -> str:
+    skills, kinds = (
+        " ".join(f"{name} {value:.2f}" for name, value in part.items() if value)
+        for part in (course.right, row["right"])
+    )
+    return (
+        f"{row['step']} {row['s']:.0f}s level {row['level']} {row['newest']} waited {waited:.0f}s loss {row['loss']} "
+        f"{skills} | {kinds}"
+    )
 
 
 def plot(log: list[dict[str, Any]], path: Path) -> None:
