@@ -25,6 +25,7 @@ from looseleaf.link.policies import (
     FullReuse,
     LayerAdaptive,
     LowRankKeys,
+    Patched,
     Policy,
     PrefixCache,
     QueryAware,
@@ -41,7 +42,7 @@ __version__ = VERSION
 __all__ = [
     "Answer", "CancelledError", "Clip", "ClosedError", "Config", "ConfigError", "DeepLayers", "Deviation", "Document",
     "EngineConfig", "FirstK", "FullReuse", "Image", "LayerAdaptive", "LimitError", "Looseleaf", "LooseleafError",
-    "LowRankKeys", "MediaError", "MediaLimits", "Message", "ModelError", "ModelLoadError", "Plan", "Policy",
+    "LowRankKeys", "MediaError", "MediaLimits", "Message", "ModelError", "ModelLoadError", "Patched", "Plan", "Policy",
     "PolicyError", "PrefixCache", "Progress", "PromptError", "QueryAware", "QueueFullError", "Reply", "Reprefill",
     "Sampling", "UnsupportedModelError", "Usage", "parse_policy",
 ]  # fmt: skip

@@ -197,7 +197,7 @@ class Looseleaf:
         return cls(adapter, config)
 
     def ask(self, prompt: PromptLike, **options: Any) -> Answer:
-        """Answer a prompt. Options: `policy`, `no_store`, `ttl_s` and everything in Sampling."""
+        """Answer a prompt. Options: `policy`, `no_store`, `no_harvest`, `ttl_s` and everything in Sampling."""
         return self.submit(prompt, **options).result()
 
     def stream_ask(self, prompt: PromptLike, **options: Any) -> Follow[str]:
@@ -231,6 +231,11 @@ class Looseleaf:
         with self.engine.lock:
             return self.linker.warm(chunks, layers=layers, keep=Keep(ttl_s=ttl_s))
 
+    def settle(self) -> None:
+        """Wait until nothing runs and what requests left behind is stored."""
+        while not self.engine.idle:
+            self.engine.step()
+
     def stats(self) -> StoreStats:
         """What the store holds and how it did."""
         return self.store.stats()
@@ -241,6 +246,7 @@ class Looseleaf:
         *,
         policy: Policy | str | None = None,
         no_store: bool = False,
+        no_harvest: bool = False,
         ttl_s: float | None = None,
         start_pos: int = 0,
         **sampling: Any,
@@ -254,11 +260,13 @@ class Looseleaf:
         if ttl_s is not None:
             check_number("ttl_s", ttl_s, low=0)
         check_truth("no_store", no_store)
+        check_truth("no_harvest", no_harvest)
         known = set(Sampling.__dataclass_fields__)
         unknown = set(sampling) - known
         if unknown:
             raise ConfigError(
-                f"unknown option {sorted(unknown)[0]!r}; there are policy, no_store, ttl_s, {', '.join(sorted(known))}"
+                f"unknown option {sorted(unknown)[0]!r}; there are policy, no_store, no_harvest, ttl_s, "
+                f"{', '.join(sorted(known))}"
             )
         if isinstance(sampling.get("stop"), list):
             sampling["stop"] = tuple(sampling["stop"])
@@ -266,7 +274,7 @@ class Looseleaf:
         built = self.builder.build(prompt, start_pos=start_pos, max_tokens=chosen.max_tokens)
         return Request(
             prompt=built, policy=policy or self.config.policy, sampling=chosen,
-            keep=Keep(store=not no_store, ttl_s=ttl_s), prepare_s=time.perf_counter() - started,
+            keep=Keep(store=not no_store, harvest=not no_harvest, ttl_s=ttl_s), prepare_s=time.perf_counter() - started,
         )  # fmt: skip
 
     def close(self) -> None:

@@ -152,7 +152,7 @@ BAD: dict[str, Case] = {
     "too many logprobs": (GOOD, {"logprobs": 1000}, ConfigError, "logprobs must be between 0 and 100"),
     "a stop string that is no list": (GOOD, {"stop": "END"}, ConfigError, "tuple of non-empty strings"),
     "an empty stop string": (GOOD, {"stop": [""]}, ConfigError, "tuple of non-empty strings"),
-    "an unknown option": (GOOD, {"temprature": 1}, ConfigError, "'temprature'; there are policy, no_store, ttl_s"),
+    "an unknown option": (GOOD, {"temprature": 1}, ConfigError, "'temprature'; there are policy, no_store, no_harvest"),
     "a prompt longer than the model": (["x" * 300_000], {}, LimitError, "Shorten the prompt, use fewer images"),
     "an answer longer than the model": (GOOD, {"max_tokens": 10**6}, LimitError, "lower max_tokens"),
     "more than the KV budget": (GOOD, {"max_tokens": BUDGET_TOKENS}, LimitError, "raise engine.kv_budget_bytes"),

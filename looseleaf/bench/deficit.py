@@ -9,7 +9,6 @@ takes the rows from a running system, `plot` draws. Nothing here asks a question
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from looseleaf.kv.layout import KVRows
 from looseleaf.kv.records import ChunkKV
 from looseleaf.link.linker import Keep
 from looseleaf.link.policies import Reprefill
+from looseleaf.patch.deficit import Deficit, find_deficit, wide
 from looseleaf.prompt.chunks import Prompt, Span
 from looseleaf.system import Looseleaf
 
@@ -34,33 +34,6 @@ RANKS = 32
 """Directions a curve goes up to."""
 FELT = 0.05
 """Layers whose deficit is a smaller share of their KV than this have no rank worth averaging."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Deficit:
-    """A chunk's deficit by layer, heads side by side: keys and values [token, width] in fp32, keys un-rotated."""
-
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
-    key_energy: tuple[float, ...]
-    """Of the conditioned keys it is a part of: the sum of their squares."""
-    value_energy: tuple[float, ...]
-
-
-def find_deficit(conditioned: KVRows, blind: KVRows) -> Deficit:
-    """Rows computed in context less rows computed alone, both with un-rotated keys."""
-    keys, values = ([_wide(one) for one in planes] for planes in (conditioned.keys, conditioned.values))
-    return Deficit(
-        keys=tuple(one - _wide(alone) for one, alone in zip(keys, blind.keys, strict=True)),
-        values=tuple(one - _wide(alone) for one, alone in zip(values, blind.values, strict=True)),
-        key_energy=tuple(float(one.square().sum()) for one in keys),
-        value_energy=tuple(float(one.square().sum()) for one in values),
-    )
-
-
-def _wide(plane: Tensor) -> Tensor:
-    """[head, token, dim] → [token, head · dim], fp32, on the CPU."""
-    return plane.float().cpu().transpose(0, 1).flatten(1)
 
 
 def relative_by_layer(deltas: Sequence[Tensor], energy: Sequence[float]) -> list[float]:
@@ -96,8 +69,8 @@ def key_distance(conditioned: KVRows, blind: KVRows) -> Tensor:
     """[token]: L1 distance of a token's two un-rotated keys, over the mean size of a key, mean over layers."""
     layers = []
     for own, alone in zip(conditioned.keys, blind.keys, strict=True):
-        size = _wide(own).abs().sum(1).mean().clamp_min(1e-30)
-        layers.append((_wide(own) - _wide(alone)).abs().sum(1) / size)
+        size = wide(own).abs().sum(1).mean().clamp_min(1e-30)
+        layers.append((wide(own) - wide(alone)).abs().sum(1) / size)
     return torch.stack(layers).mean(0)
 
 

@@ -35,6 +35,7 @@ from looseleaf.link.policies import (
     FullReuse,
     LayerAdaptive,
     LowRankKeys,
+    Patched,
     Policy,
     PrefixCache,
     QueryAware,
@@ -54,7 +55,7 @@ SHIFTS = (1, 7, 100, 1_000, 10_000, 100_000)
 
 EVERYTHING: tuple[Policy, ...] = (
     Reprefill(), PrefixCache(), FirstK(k=10**6), Deviation(ratio=1.0), LayerAdaptive(ratio=1.0),
-    QueryAware(ratio=1.0), LowRankKeys(rank=10**6), DeepLayers(from_layer=0),
+    QueryAware(ratio=1.0), LowRankKeys(rank=10**6), DeepLayers(from_layer=0), Patched(share=1.0),
 )  # fmt: skip
 """Every policy set so that nothing approximate is left: each must equal a plain forward."""
 
@@ -156,6 +157,11 @@ def full_recompute_error(ll: Looseleaf, prompt: PromptLike, policy: Policy) -> f
         ll.ask(prompt, policy=policy, max_tokens=1)
         ll.step()  # an answer is out before its rows are stored; wait until they are
         assert ll.plan(prompt, policy=policy).prefix_tokens > 0, "nothing was reused: the check would be empty"
+        return max(error(got, expected), error(ll.reference.ours(given.prompt, policy), expected))
+    if policy.patch is not None:  # once more, patched in full
+        ll.ask(prompt, policy=policy, max_tokens=1)
+        ll.settle()
+        assert ll.plan(prompt, policy=policy).count().patched, "nothing was patched: the check would be empty"
         return max(error(got, expected), error(ll.reference.ours(given.prompt, policy), expected))
     return error(got, expected)
 

@@ -34,6 +34,7 @@ from looseleaf.link.policies import (
     FullReuse,
     LayerAdaptive,
     LowRankKeys,
+    Patched,
     Policy,
     QueryAware,
     Reprefill,
@@ -52,6 +53,9 @@ DTYPE = "float32"
 """In bf16 the two likeliest tokens of an undecided answer often tie to the last bit, and rounding alone flips it."""
 SHARE = 0.25
 """Of the chunks' tokens, or of their keys' bytes, that policies with a ratio get."""
+PATCH_SHARES = (0.06, 0.25)
+"""Of a page's bytes that its patch takes."""
+DEEP_PATCH = "patch 25%, deep half"
 MAX_TOKENS = 16
 LITTLE = 1e-3
 """Nats: a smaller loss is none, and a share of it would mean nothing."""
@@ -177,6 +181,8 @@ def policies(prompt: Prompt, layout: KVLayout) -> dict[str, Policy]:
         "layer-adaptive": LayerAdaptive(ratio=SHARE),
         "query-aware": QueryAware(ratio=SHARE),
         "deep-layers": DeepLayers(from_layer=layers // 2),
+        **{f"patch {share:.0%}": Patched(share=share) for share in PATCH_SHARES},
+        DEEP_PATCH: Patched(share=PATCH_SHARES[-1], from_layer=layers // 2),
         "low-rank-keys": LowRankKeys(rank=max(1, round(SHARE * tokens * width / (tokens + width)))),
     }
 
@@ -187,6 +193,10 @@ def ask(ll: Looseleaf, item: Item) -> dict[str, Outcome]:
     prompt = ll.builder.build(item.prompt)
     arms = policies(prompt, ll.adapter.layout)
     computed = ll.linker.counters.chunks_computed
+    for policy in arms.values():
+        if policy.patch is not None:
+            ll.ask(item.prompt, policy=policy, max_tokens=1)  # who computes a chunk in context leaves its patch behind
+    ll.settle()
     asked = {arm: ll.request(item.prompt, policy=policy, max_tokens=MAX_TOKENS) for arm, policy in arms.items()}
     asked[NOISE] = ll.request(item.prompt, policy=arms[CEILING], max_tokens=MAX_TOKENS, start_pos=MOVED)
     answers = answer_all(ll, asked)
@@ -204,7 +214,7 @@ def ask(ll: Looseleaf, item: Item) -> dict[str, Outcome]:
             right=answer.text.strip() == item.question.answer,
             kl=divergence(ceiling, logits),
             changed=answer.text != answers[CEILING].text,
-            reused=(usage.exact_tokens + usage.relocated_tokens) / usage.prompt_tokens,
+            reused=(usage.exact_tokens + usage.relocated_tokens + usage.patched_tokens) / usage.prompt_tokens,
         )
     assert outcomes[BLIND].reused > 0, "nothing was reused: there is nothing to measure"
     assert ll.linker.counters.chunks_computed == computed, "a stored chunk was computed again"
@@ -266,7 +276,8 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     best = min(TOKEN_ARMS, key=lambda arm: multi[arm]["kl"])
     summary: dict[str, Any] = {}
     for name, arm in (("reprefill", CEILING), ("blind", BLIND), ("first_quarter", "first quarter"),
-                      ("first_half", "first half"), ("tokens25", best), ("deep_layers", "deep-layers")):  # fmt: skip
+                      ("first_half", "first half"), ("tokens25", best), ("deep_layers", "deep-layers"),
+                      ("patch6", "patch 6%"), ("patch25", "patch 25%"), ("patch_deep", DEEP_PATCH)):  # fmt: skip
         summary[f"{name}_multi"] = multi[arm]["accuracy"]
         summary[f"{name}_single"] = single[arm]["accuracy"]
         summary[f"{name}_eta"] = closed(multi[arm]["kl"], multi[BLIND]["kl"], multi[NOISE]["kl"])

@@ -15,6 +15,7 @@ from looseleaf.link.policies import (
     FirstK,
     FullReuse,
     LayerAdaptive,
+    Patched,
     Policy,
     PrefixCache,
     Reprefill,
@@ -75,7 +76,7 @@ def policies_for(ll: Looseleaf, images: Sequence[Segment]) -> dict[str, Policy]:
     half = max(len(span) for span in chunks) // 2
     shown = (
         Reprefill(), PrefixCache(), FullReuse(), FirstK(k=half), Deviation(ratio=0.5), LayerAdaptive(ratio=0.5),
-        DeepLayers(from_layer=_layers(ll) // 2),
+        DeepLayers(from_layer=_layers(ll) // 2), Patched(),
     )  # fmt: skip
     return {policy_name(policy).partition(":")[0]: policy for policy in shown}
 
@@ -83,6 +84,14 @@ def policies_for(ll: Looseleaf, images: Sequence[Segment]) -> dict[str, Policy]:
 def store(ll: Looseleaf, images: Sequence[Segment]) -> None:
     """Compute each image alone, once, and keep what every policy may want of it."""
     ll.warm(images, layers=(_layers(ll) // 2,))
+
+
+def teach(ll: Looseleaf, prompt: PromptLike, policies: Iterable[Policy]) -> None:
+    """See a prompt once under each policy that patches: it computes the images in context and leaves patches behind."""
+    for policy in policies:
+        if policy.patch is not None:
+            ll.ask(prompt, policy=policy, max_tokens=1)
+    ll.settle()
 
 
 def ask_alone(ll: Looseleaf, item: Item, prompt: PromptLike, name: str, policy: Policy, *, keep: bool = False) -> Asked:

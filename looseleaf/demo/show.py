@@ -20,7 +20,7 @@ from rich.table import Table
 from looseleaf.bench.report import Share, commit, hardware
 from looseleaf.demo.figures import draw_album, plain, plot_policies
 from looseleaf.demo.items import Item, draw_albums
-from looseleaf.demo.measure import PARTIAL, Asked, ask_alone, ask_together, policies_for, share, store
+from looseleaf.demo.measure import PARTIAL, Asked, ask_alone, ask_together, policies_for, share, store, teach
 from looseleaf.errors import ConfigError
 from looseleaf.link.policies import FirstK, FullReuse, PrefixCache, Reprefill
 from looseleaf.model.embedded import embedded_models
@@ -175,8 +175,11 @@ def _move(ll: Looseleaf, items: tuple[Item, ...], picture: Path, console: Consol
     console.print(
         f"\nNow by every policy: {len(items)} questions in each of {len(places)} places ({', '.join(places)}), each "
         f"the first after its move. What the model computed for each image alone, once, is in the store without a "
-        f"position. {', '.join(PARTIAL)}: these compute half of each image again.\n"
+        f"position. {', '.join(PARTIAL)}: these compute half of each image again. patched: the images were asked about "
+        f"there once before, which computed them in context and left a patch of a quarter of their bytes behind.\n"
     )
+    for _, _, prompt in prompts:
+        teach(ll, prompt, policies.values())
     rounds = [(prompt, name) for prompt in prompts for name in policies]
     asked: list[tuple[str, Asked]] = []
     for (item, where, prompt), name in _bar(rounds, "moved"):
@@ -246,7 +249,10 @@ def _accuracy(
             item = some[number % len(some)]
             places = list(item.moved().values())
             prompts.append((item, places[number % len(places)]))
-        asked += ask_together(ll, prompts, policies_for(ll, items[0].images))
+        policies = policies_for(ll, items[0].images)
+        for _, prompt in prompts:
+            teach(ll, prompt, policies.values())
+        asked += ask_together(ll, prompts, policies)
     names = list(dict.fromkeys(one.policy for one in asked))
     groups = {"single-hop": [one for one in asked if one.item.question.hops == 1]}
     for task in tasks:
@@ -275,10 +281,18 @@ def _verdict(columns: Mapping[str, Mapping[str, Share]]) -> str:
         closest = max(PARTIAL, key=lambda name: sum(shares[name].value for shares in fell))
         says += (
             f" That is what an image absorbed from those before it. Of the policies that compute half of each image "
-            f"again, {closest} restores most of it. Patches, which this version does not have yet, are to restore it "
-            f"at about the price of full reuse."
+            f"again, {closest} restores most of it. Patches, for a quarter of the bytes and no computing, give "
+            f"{_back(fell)}."
         )
     return says
+
+
+def _back(fell: list[Mapping[str, Share]]) -> str:
+    """What patches make of what full reuse lost."""
+    return ", ".join(
+        f"{shares['full-reuse'].value:.2f} → {shares['patched'].value:.2f} (re-prefill {shares['reprefill'].value:.2f})"
+        for shares in fell
+    )
 
 
 def _checks(ll: Looseleaf, item: Item, console: Console) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from looseleaf.engine.sampling import choose, make_generator
 from looseleaf.engine.scheduler import EngineConfig, Running, admit, schedule
 from looseleaf.engine.words import Words
 from looseleaf.errors import CancelledError, ClosedError, LimitError, QueueFullError
+from looseleaf.link.harvest import Harvest
 from looseleaf.link.linker import Linker
 from looseleaf.link.plan import Plan, plan_link
 from looseleaf.link.sequence import Linked
@@ -71,6 +72,7 @@ class Engine:
 
     def __init__(self, linker: Linker, config: EngineConfig | None = None):
         self.linker = linker
+        self.harvest = Harvest(linker)
         self.config = config or EngineConfig()
         self._numbers = itertools.count(1)
         self._waiting: deque[Job] = deque()
@@ -83,8 +85,8 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing waits, runs, or holds memory a step would free."""
-        return not self._waiting and not self._running
+        """Whether nothing waits, runs, holds memory a step would free, or is left to be harvested."""
+        return not self._waiting and not self._running and not self.harvest.waiting
 
     def plan(self, request: Request) -> Plan:
         """What would be read and computed for a request now, without doing it."""
@@ -125,8 +127,10 @@ class Engine:
         with self.lock:
             self._reap()
             self._admit()
-            if not self._running:
-                return False
+            if not self._running or self.harvest.pressing:
+                worked = self.harvest.work()
+                if not self._running:
+                    return worked
             plan = schedule(
                 [
                     Running(id=one.job.id, rows_left=_rows_left(one.linked), splittable=one.linked.plan.splittable)
@@ -273,8 +277,10 @@ class Engine:
             plan=one.linked.plan, logprobs=tuple(one.logprobs) if told else None,
         )  # fmt: skip
         self._end(one.job, answer=answer)
-        if one.job.request.policy.uses_prefix:  # off the request's path: its answer is out
+        # off the request's path: its answer is out
+        if one.job.request.policy.uses_prefix:
             self.linker.harvest(one.linked, tuple(one.answer[:-1]), one.job.request.keep)
+        self.harvest.note(one.linked, one.job.request.keep)
 
     def _guard(self, one: _Sequence, act: Callable[[], T]) -> T | None:
         """Do something for one sequence; if it fails, that sequence ends with the error and others go on."""
@@ -308,6 +314,7 @@ def _usage(one: _Sequence) -> Usage:
     )  # fmt: skip
     return Usage(
         prompt_tokens=plan.tokens, exact_tokens=count.exact, relocated_tokens=count.relocated,
+        patched_tokens=count.patched,
         recomputed_tokens=count.recomputed, fresh_tokens=count.fresh, completion_tokens=len(one.answer),
         approximate=plan.approximate, timing=timing,
     )  # fmt: skip

@@ -85,6 +85,7 @@ class Usage:
     prompt_tokens: int
     exact_tokens: int
     relocated_tokens: int
+    patched_tokens: int
     recomputed_tokens: int
     fresh_tokens: int
     completion_tokens: int
@@ -95,7 +96,7 @@ class Usage:
     def __str__(self) -> str:
         kinds = (
             ("exact", self.exact_tokens), ("relocated", self.relocated_tokens),
-            ("recomputed", self.recomputed_tokens), ("fresh", self.fresh_tokens),
+            ("patched", self.patched_tokens), ("recomputed", self.recomputed_tokens), ("fresh", self.fresh_tokens),
         )  # fmt: skip
         tokens = " + ".join(f"{count} {name}" for name, count in kinds if count)
         stages = ", ".join(

@@ -80,4 +80,39 @@ class SequenceKV:
         return self.rows.nbytes
 
 
-Record: TypeAlias = ChunkKV | Features | States | SequenceKV
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Factors:
+    """A matrix [token, width] in few directions: `left` [token, rank], sizes included, times `right` [width, rank]."""
+
+    left: Tensor
+    right: Tensor
+
+    @property
+    def rank(self) -> int:
+        """Directions kept."""
+        return self.left.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return self.left.nbytes + self.right.nbytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """What a chunk's KV lacks behind one antecedent, in few directions: its deficit's factors, keys un-rotated.
+
+    By layer; None where a layer is left as it is stored. A layer's width is its heads side by side.
+    """
+
+    keys: tuple[Factors | None, ...]
+    values: tuple[Factors | None, ...]
+    frame: Frame = field(default=Frame.UNROTATED, init=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(one.nbytes for one in (*self.keys, *self.values) if one is not None)
+
+
+Record: TypeAlias = ChunkKV | Features | States | SequenceKV | Patch

@@ -16,11 +16,11 @@ import torch
 from looseleaf.kv.attention import Capture
 from looseleaf.kv.layout import KVRows
 from looseleaf.kv.pool import SlabPool
-from looseleaf.kv.records import ChunkKV, Features, SequenceKV, States
+from looseleaf.kv.records import ChunkKV, Features, Patch, SequenceKV, States
 from looseleaf.link.oracle import low_rank, most_attended
-from looseleaf.link.plan import Known, Lookup, Plan, Rows
-from looseleaf.link.policies import Policy
-from looseleaf.link.records import BLOCK, Keys
+from looseleaf.link.plan import Known, Lookup, Plan, Rows, compute_instead
+from looseleaf.link.policies import PatchForm, Policy
+from looseleaf.link.records import BLOCK, Keys, antecedents
 from looseleaf.link.sequence import Linked
 from looseleaf.model.adapter import Adapter
 from looseleaf.prompt.chunks import Canonical, Chunk, Prompt, Span, assemble
@@ -32,6 +32,8 @@ class Keep:
     """What may be left in the store, and for how long."""
 
     store: bool = True
+    harvest: bool = True
+    """Whether patches and prefixes may be made of this prompt's rows."""
     ttl_s: float | None = None
 
 
@@ -62,13 +64,17 @@ class Linker:
 
     def lookup(self, prompt: Prompt, policy: Policy) -> Lookup:
         """What the store has for this prompt. Touches nothing."""
-        prefix = 0
+        prefix, form = 0, policy.patch
+        before = antecedents(prompt) if form is not None else {}
         if policy.uses_prefix:
             for key in self.keys.blocks(prompt):
                 if not self.store.contains(key):
                     break
                 prefix += BLOCK
-        return Lookup(prefix_tokens=prefix, chunks=tuple(self._known(span) for span in prompt.chunks))
+        return Lookup(
+            prefix_tokens=prefix,
+            chunks=tuple(self._known(span, form, before.get(span.start, "")) for span in prompt.chunks),
+        )
 
     @torch.inference_mode()
     def link(self, prompt: Prompt, plan: Plan, *, capacity: int, keep: Keep) -> Linked:
@@ -76,6 +82,7 @@ class Linker:
         linked = self._start(prompt, plan, capacity)
         try:
             self._fetch_prefix(linked)
+            self._fetch_patches(linked)
             started = time.perf_counter()
             self._fetch_features(linked, keep)
             linked.stages.vision_s = time.perf_counter() - started
@@ -106,7 +113,7 @@ class Linker:
     @torch.inference_mode()
     def harvest(self, linked: Linked, answer: tuple[int, ...], keep: Keep) -> None:
         """Leave the exact rows of a finished sequence behind as prefix blocks."""
-        if not keep.store:
+        if not keep.store or not keep.harvest:
             return
         stop = min(linked.table.exact_tokens, len(linked.prompt) + len(answer))
         for at, key in enumerate(self.keys.blocks(linked.prompt, answer)):
@@ -120,12 +127,13 @@ class Linker:
         home_pos = len(self.canonical.ids)
         return Linked(self.adapter, self.pool, prompt, plan, capacity=capacity, home_pos=home_pos)
 
-    def _known(self, span: Span) -> Known:
+    def _known(self, span: Span, form: PatchForm | None, antecedent: str) -> Known:
         chunk = span.chunk
         assert chunk is not None
         return Known(
             kv=self.store.contains(self.keys.kv(chunk)),
             features=not chunk.visual or self.store.contains(self.keys.features(chunk)),
+            patch=form is not None and self.store.contains(self.keys.patch(chunk, antecedent, form)),
         )
 
     def _fetch_prefix(self, linked: Linked) -> None:
@@ -153,6 +161,25 @@ class Linker:
         rows = replace(linked.plan.rows[0], slots=(range(tokens, len(linked.prompt)),))
         linked.plan = replace(linked.plan, prefix_tokens=tokens, pieces=pieces, rows=(rows,))
         linked.done_to = tokens
+
+    def _fetch_patches(self, linked: Linked) -> None:
+        """Patches the plan counts on; a chunk whose patch is gone is computed in context."""
+        plan = linked.plan
+        if plan.patch is None:
+            return
+        before, gone = antecedents(linked.prompt), set()
+        patched = {piece.start for piece in plan.pieces if piece.patched}
+        for span in linked.prompt.chunks:
+            if span.start in patched:
+                assert span.chunk is not None
+                patch = self.store.get(self.keys.patch(span.chunk, before[span.start], plan.patch))
+                if isinstance(patch, Patch):
+                    linked.patches[span.start] = patch
+                else:
+                    gone.add(span.start)
+        if gone:
+            self.counters.fallbacks += len(gone)
+            linked.plan = compute_instead(plan, gone)
 
     def _fetch_features(self, linked: Linked, keep: Keep) -> None:
         """Features of every chunk some of whose rows will be computed."""

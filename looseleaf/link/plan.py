@@ -8,10 +8,10 @@ an approximate row is approximate.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from looseleaf.link.policies import Policy, Select, policy_name
+from looseleaf.link.policies import PatchForm, Policy, Select, policy_name
 from looseleaf.prompt.chunks import Canonical, Prompt, Span
 
 
@@ -21,6 +21,8 @@ class Known:
 
     kv: bool = False
     features: bool = False
+    patch: bool = False
+    """Whether there is one for this very antecedent, of the form the policy asks for."""
     states: frozenset[int] = frozenset()
 
 
@@ -56,6 +58,7 @@ class Piece:
     exact: bool = True
     recomputed: int = 0
     """Of a reused chunk's tokens, how many are computed in context in at least one layer (selections: about)."""
+    patched: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +72,7 @@ class Plan:
     rows: tuple[Rows, ...]
     relocate: bool = True
     keys_rank: int | None = None
+    patch: PatchForm | None = None
     two_step: bool = False
     exact_tokens: int = 0
     """Tokens before this one have exact rows; all behind are approximate."""
@@ -93,7 +97,7 @@ class Plan:
     def count(self) -> Count:
         """Tokens by what happens to them."""
         exact = self.prefix_tokens
-        relocated = recomputed = fresh = 0
+        relocated = patched = recomputed = fresh = 0
         for piece in self.pieces:
             size = piece.stop - max(piece.start, min(piece.stop, self.prefix_tokens))
             if piece.use == "compute" or (piece.use == "reuse" and not piece.stored):
@@ -102,15 +106,18 @@ class Plan:
                 recomputed += piece.recomputed
                 if piece.exact:
                     exact += size - piece.recomputed
+                elif piece.patched:
+                    patched += size
                 else:
                     relocated += size - piece.recomputed
-        return Count(exact=exact, relocated=relocated, recomputed=recomputed, fresh=fresh)
+        return Count(exact=exact, relocated=relocated, patched=patched, recomputed=recomputed, fresh=fresh)
 
     def __str__(self) -> str:
         count = self.count()
         lines = [
             f"{self.policy}: {self.tokens} tokens = {count.exact} exact + {count.relocated} relocated + "
-            f"{count.recomputed} recomputed + {count.fresh} fresh"
+            + (f"{count.patched} patched + " if count.patched else "")
+            + f"{count.recomputed} recomputed + {count.fresh} fresh"
             + (f"; approximate from token {self.exact_tokens}" if self.approximate else "; exact")
         ]
         for piece in self.pieces:
@@ -119,6 +126,8 @@ class Plan:
                 doing = f"exact to {self.prefix_tokens}, then compute"
             if piece.recomputed:
                 doing += f", {piece.recomputed} tokens in context"
+            if piece.patched:
+                doing += ", patched"
             lines.append(
                 f"  [{piece.start:>6}, {piece.stop:>6})  {piece.what:<8}  {doing}{'' if piece.exact else '  ~'}"
             )
@@ -131,6 +140,7 @@ class Count:
 
     exact: int = 0
     relocated: int = 0
+    patched: int = 0
     recomputed: int = 0
     fresh: int = 0
 
@@ -147,7 +157,7 @@ def plan_link(prompt: Prompt, lookup: Lookup, policy: Policy, *, layers: int, ca
         reusable = span.chunk is not None and policy.reuses_chunks and span.stop < len(prompt)
         if span.stop <= prefix:
             pieces.append(Piece(start=span.start, stop=span.stop, what=what, use="exact", stored=True))
-        elif reusable and not _recomputes_all(policy, len(span), layers):
+        elif reusable and _reuses(policy, span, known[id(span)], prompt, canonical, layers):
             reused.append(span)
             pieces.append(_reuse(span, known[id(span)], policy, prompt, canonical, layers))
         else:
@@ -163,21 +173,28 @@ def plan_link(prompt: Prompt, lookup: Lookup, policy: Policy, *, layers: int, ca
         rows=_rows(prompt, pieces, reused, policy, layers, prefix),
         relocate=policy.relocate,
         keys_rank=policy.keys_rank,
+        patch=policy.patch,
         two_step=policy.two_step,
         exact_tokens=exact_tokens,
         missing=tuple(places[id(span)] for span in reused if policy.keys_rank is None and not known[id(span)].kv),
     )
 
 
-def _recomputes_all(policy: Policy, tokens: int, layers: int) -> bool:
-    """Whether nothing of a chunk's stored rows would be left: then it is simply computed."""
-    stages = policy.stages(tokens, layers)
-    return len(stages) == 1 and stages[0].layer == 0 and stages[0].rows == range(tokens)
+def _reuses(policy: Policy, span: Span, known: Known, prompt: Prompt, canonical: Canonical, layers: int) -> bool:
+    """Whether anything of a chunk's stored rows is used: not where all would be computed, nor for want of a patch."""
+    if policy.patch is not None and policy.rebuild:
+        return known.patch or _at_home(span, prompt, canonical)
+    stages = policy.stages(len(span), layers)
+    return not (len(stages) == 1 and stages[0].layer == 0 and stages[0].rows == range(len(span)))
+
+
+def _at_home(span: Span, prompt: Prompt, canonical: Canonical) -> bool:
+    """Whether a chunk stands right behind the canonical context, as when it was computed: its rows are exact there."""
+    return prompt.ids[: span.start] == canonical.ids and span.start_pos == len(canonical.ids)
 
 
 def _reuse(span: Span, known: Known, policy: Policy, prompt: Prompt, canonical: Canonical, layers: int) -> Piece:
-    # a chunk right behind the canonical context stands where it was computed: its stored rows are this prompt's own
-    home = prompt.ids[: span.start] == canonical.ids and span.start_pos == len(canonical.ids)
+    home = _at_home(span, prompt, canonical)
     recomputed = 0
     if not home:
         for stage in policy.stages(len(span), layers):
@@ -187,7 +204,7 @@ def _reuse(span: Span, known: Known, policy: Policy, prompt: Prompt, canonical: 
     exact = home and policy.keys_rank is None
     return Piece(
         start=span.start, stop=span.stop, what=span.chunk.kind, use="reuse", stored=known.kv, exact=exact,
-        recomputed=recomputed,
+        recomputed=recomputed, patched=policy.patch is not None and known.patch and not home,
     )  # fmt: skip
 
 
@@ -225,6 +242,17 @@ def _merge(slots: Sequence[range]) -> tuple[range, ...]:
         else:
             merged.append(one)
     return tuple(merged)
+
+
+def compute_instead(plan: Plan, starts: Collection[int]) -> Plan:
+    """The plan with the reused chunks that begin at these slots computed in context instead."""
+    pieces = tuple(
+        replace(piece, use="compute", stored=False, patched=False) if piece.start in starts else piece
+        for piece in plan.pieces
+    )
+    (rows,) = plan.rows  # plans with patches compute whole spans through all layers
+    more = [range(piece.start, piece.stop) for piece in plan.pieces if piece.start in starts]
+    return replace(plan, pieces=pieces, rows=(replace(rows, slots=_merge([*rows.slots, *more])),))
 
 
 def flatten(slots: Sequence[range]) -> list[int]:

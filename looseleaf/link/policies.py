@@ -35,6 +35,14 @@ class Stage:
     """Enter with stored boundary states instead of going on from the layer below."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PatchForm:
+    """What of a deficit a patch keeps: directions worth this share of the page's bytes, in layers from one on."""
+
+    share: float
+    from_layer: int
+
+
 class Policy:
     """What `plan_link` asks of a policy, with the answers most give. A subclass's fields may override any of them."""
 
@@ -43,6 +51,10 @@ class Policy:
     relocate: bool = True
     two_step: bool = False
     keys_rank: int | None = None
+    patch: PatchForm | None = None
+    """With a form: reused chunks get the patch stored for this very antecedent."""
+    rebuild: bool = True
+    """Whether a chunk that has no such patch is computed in context, which leaves one behind; else it is relocated."""
 
     def stages(self, tokens: int, layers: int) -> tuple[Stage, ...]:
         """Which of a reused chunk's tokens are computed in context, from which layer on: none."""
@@ -182,6 +194,28 @@ class DeepLayers(Policy):
         return (Stage(layer=self.from_layer, rows=range(tokens), from_states=self.from_layer > 0),)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Patched(Policy):
+    """Compute text only; chunks are relocated, and a low-rank patch restores what context adds to them (Kamera).
+
+    `share` is the patch's part of the page's bytes; with `from_layer`, shallower layers are left as they are stored.
+    """
+
+    share: float = 0.25
+    from_layer: int = 0
+    rebuild: bool = True
+
+    def __post_init__(self) -> None:
+        check_number("patched: share", self.share, low=0, high=1, error=PolicyError)
+        check_whole("patched: from_layer", self.from_layer, low=0, error=PolicyError)
+        check_truth("patched: rebuild", self.rebuild, error=PolicyError)
+
+    @property
+    def patch(self) -> PatchForm:  # type: ignore[override]
+        """Patches of this form are put on and left behind."""
+        return PatchForm(share=self.share, from_layer=self.from_layer)
+
+
 def _kebab(name: str) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "-", name).lower()
 
@@ -190,6 +224,7 @@ POLICIES: dict[str, type[Policy]] = {
     _kebab(one.__name__): one
     for one in (
         Reprefill, PrefixCache, FullReuse, FirstK, Deviation, LayerAdaptive, QueryAware, LowRankKeys, DeepLayers,
+        Patched,
     )
 }  # fmt: skip
 """By the name used on the command line and over HTTP."""

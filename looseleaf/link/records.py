@@ -10,11 +10,28 @@ from collections.abc import Iterator
 
 from looseleaf.identity import digest
 from looseleaf.kv.layout import KVLayout
+from looseleaf.link.policies import PatchForm
 from looseleaf.prompt.chunks import Canonical, Chunk, Prompt
 from looseleaf.store.protocol import Key
 
 BLOCK = 32
 """Tokens in one block of a stored prefix."""
+
+
+def antecedents(prompt: Prompt) -> dict[int, str]:
+    """By a chunk's first slot: the digest of everything in front of it, words, chunks and where they stand from it.
+
+    Not where the chunk itself stands: attention goes by distances, so a prompt moved as a whole has the same deficits.
+    """
+    found: dict[int, str] = {}
+    before: list[tuple[str, int]] = []
+    for span in prompt.spans:
+        if span.chunk is not None:
+            placed = [(what, start - span.start_pos) for what, start in before]
+            found[span.start] = digest("antecedent", spans=placed)
+        what = span.chunk.content if span.chunk else digest("words", ids=prompt.ids[span.start : span.stop])
+        before.append((what, span.start_pos))
+    return found
 
 
 class Keys:
@@ -51,6 +68,11 @@ class Keys:
             placed = positions[start:stop].tobytes()  # an answer behind a clip stands further out than text would
             running = digest("block", before=running, ids=ids[start:stop], positions=placed, chunks=held)
             yield Key(running, "sequence")
+
+    def patch(self, chunk: Chunk, antecedent: str, form: PatchForm) -> Key:
+        """What a chunk's KV lacks behind one antecedent, as far as patches of this form keep it."""
+        made = {"share": form.share, "from_layer": form.from_layer}
+        return Key(digest("patch", record=self._record(chunk), antecedent=antecedent, form=made), "patch")
 
     def _record(self, chunk: Chunk) -> str:
         return digest("record", model=self._model, canonical=self._canonical, chunk=chunk.content)

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from looseleaf.kv.layout import KVRows
 from looseleaf.kv.pool import Seat, SlabPool
-from looseleaf.kv.records import Features
+from looseleaf.kv.records import Features, Patch
 from looseleaf.kv.table import SlotTable
 from looseleaf.link.oracle import most_deviating
 from looseleaf.link.plan import Plan, Rows, flatten
 from looseleaf.model.adapter import Adapter
 from looseleaf.model.lane import Deep, Entry, Lane
 from looseleaf.model.rotary import rotate
+from looseleaf.patch.form import put_on
 from looseleaf.prompt.chunks import Prompt, Span
 
 
@@ -58,6 +59,8 @@ class Linked:
         """By a chunk's place in the prompt: its visual rows, where some of its rows are computed."""
         self.sources: list[tuple[Span, KVRows]] = []
         """Reused chunks and their rows, keys un-rotated."""
+        self.patches: dict[int, Patch] = {}
+        """By a chunk's first slot: what context adds to its rows."""
         self.states: dict[int, list[tuple[Span, Tensor]]] = {}
         """By layer: boundary states [token, width] that chunks enter it with."""
         self.chosen: list[int] = []
@@ -104,7 +107,7 @@ class Linked:
         return end
 
     def _binder(self) -> Callable[[int], None]:
-        """A function that puts a layer's stored rows into the table: keys rotated once, values copied."""
+        """A function that puts a layer's stored rows into the table: patched, keys rotated once, values copied."""
         spans = [span for span, _ in self.sources]
         places = [
             self.positions[:, span.start : span.stop] if self.plan.relocate
@@ -115,15 +118,19 @@ class Linked:
         form, table, at = self.adapter.decoder.form, self.table.rows, 0
         bound = []
         for span, rows in self.sources:
-            bound.append((slice(span.start, span.stop), rows, phase[at : at + len(span)]))
+            patch = self.patches.get(span.start)
+            bound.append((slice(span.start, span.stop), rows, patch, phase[at : at + len(span)]))
             at += len(span)
 
         def bind(layer: int) -> None:
             started = time.perf_counter()
             keys, values = table.keys[layer], table.values[layer]
-            for slots, rows, turned in bound:
-                rotate(rows.keys[layer], turned, form, out=keys[:, slots])
-                values[:, slots].copy_(rows.values[layer])
+            for slots, rows, patch, turned in bound:
+                own_keys, own_values = rows.keys[layer], rows.values[layer]
+                if patch is not None:
+                    own_keys, own_values = put_on(patch, layer, own_keys, own_values)
+                rotate(own_keys, turned, form, out=keys[:, slots])
+                values[:, slots].copy_(own_values)
             self.stages.link_s += time.perf_counter() - started
 
         return bind

@@ -11,6 +11,7 @@ import torch
 from looseleaf import Looseleaf
 from looseleaf.bench import deficit
 from looseleaf.kv.layout import KVLayout, KVRows, LayerLayout, Plane
+from looseleaf.patch.deficit import find_deficit
 from looseleaf.prompt.segments import Document, Segment
 
 LAYERS, HEADS, TOKENS, DIM = 3, 2, 40, 8
@@ -41,7 +42,7 @@ def test_equal_rows_have_no_deficit() -> None:
 def test_rows_against_nothing_are_all_deficit() -> None:
     blind = rows(0)
     nothing = KVRows.of_views(blind.layout, [0 * one for one in blind.keys], [0 * one for one in blind.values])
-    found = deficit.find_deficit(blind, nothing)
+    found = find_deficit(blind, nothing)
     assert deficit.relative_by_layer(found.keys, found.key_energy) == pytest.approx([1.0] * LAYERS)
 
 
@@ -50,7 +51,7 @@ def test_a_deficit_of_rank_r_is_found_to_have_rank_r(rank: int) -> None:
     chance = torch.Generator().manual_seed(rank)
     left, _ = torch.linalg.qr(torch.randn(TOKENS, rank, generator=chance))
     right, _ = torch.linalg.qr(torch.randn(HEADS * DIM, rank, generator=chance))
-    found = deficit.find_deficit(moved(rows(0), 9 * left @ right.T), rows(0))
+    found = find_deficit(moved(rows(0), 9 * left @ right.T), rows(0))
     for delta in (*found.keys, *found.values):
         energy = deficit.direction_energy(delta)
         assert deficit.needed(energy, 0.99) == rank
@@ -60,13 +61,13 @@ def test_a_deficit_of_rank_r_is_found_to_have_rank_r(rank: int) -> None:
 def test_an_oracle_needs_the_tokens_that_differ_and_no_more() -> None:
     delta = torch.zeros(TOKENS, HEADS * DIM)
     delta[[3, 5, 8, 30]] = 1.0
-    energy = deficit.token_energy(deficit.find_deficit(moved(rows(0), delta), rows(0)))
+    energy = deficit.token_energy(find_deficit(moved(rows(0), delta), rows(0)))
     assert deficit.needed(energy, 0.9999) == 4
     assert deficit.needed(energy, 0.5) == 2
 
 
 def test_all_tokens_carry_everything_and_more_tokens_never_less() -> None:
-    energy = deficit.token_energy(deficit.find_deficit(rows(1), rows(0)))
+    energy = deficit.token_energy(find_deficit(rows(1), rows(0)))
     curve = deficit.carried(energy)
     assert float(curve[-1]) == 1.0
     assert bool((curve.diff() >= 0).all())

@@ -20,7 +20,7 @@ from looseleaf.system import DEFAULT_MODEL, Looseleaf
 from looseleaf.training.prompts import HARMLESS
 from looseleaf.workloads.albums import HEADLINE
 
-POLICIES = ("reprefill", "prefix-cache", "full-reuse", *PARTIAL)
+POLICIES = ("reprefill", "prefix-cache", "full-reuse", *PARTIAL, "patched")
 
 
 class Shown:
@@ -72,6 +72,11 @@ def test_every_policy_is_timed_and_measured(shown: Shown) -> None:
         assert all(0 <= one["low"] <= one["right"] / one["n"] <= one["high"] <= 1 for one in columns.values())
     for name in POLICIES:
         assert len(re.findall(rf"^{name} ", shown.text, re.M)) >= 2, f"{name} is in both tables"
+
+
+def test_patches_compute_as_little_as_full_reuse(shown: Shown) -> None:
+    album = shown.summary["album"]
+    assert album["patched"]["computed_tokens"] == album["full-reuse"]["computed_tokens"]
 
 
 def test_a_prefix_cache_hits_where_images_stood_and_misses_them_once_moved(shown: Shown) -> None:
@@ -151,6 +156,7 @@ def test_the_verdict_says_what_was_measured() -> None:
 
     kept = column(reprefill=10, full_reuse=9)
     assert "loses: nothing" in _verdict({"single-hop": kept})
-    said = _verdict({"single-hop": kept, "multi-hop: clip": column(reprefill=8, full_reuse=1, first_k=5)})
+    said = _verdict({"single-hop": kept, "multi-hop: clip": column(reprefill=8, full_reuse=1, first_k=5, patched=7)})
     assert "keeps: single-hop (1.00 → 0.90). It loses: multi-hop: clip (0.80 → 0.10)." in said
     assert "first-k restores most" in said
+    assert "0.10 → 0.70 (re-prefill 0.80)" in said

@@ -43,7 +43,7 @@ SOME_POLICY = st.one_of(
 def test_policies_go_by_these_names() -> None:
     assert list(POLICIES) == [
         "reprefill", "prefix-cache", "full-reuse", "first-k", "deviation", "layer-adaptive", "query-aware",
-        "low-rank-keys", "deep-layers",
+        "low-rank-keys", "deep-layers", "patched",
     ]  # fmt: skip
 
 

@@ -1,0 +1,123 @@
+"""Harvest: the request that computes a chunk in context leaves its patch behind, for one forward of the chunk alone.
+
+What it computed is written down when its answer is out; the patch is formed when nobody waits for the model. Only exact
+rows are taken: a patch made behind a patched chunk would carry that one's error on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from looseleaf.kv.layout import KVRows
+from looseleaf.kv.records import ChunkKV
+from looseleaf.link.linker import Keep, Linker
+from looseleaf.link.policies import PatchForm
+from looseleaf.link.records import antecedents
+from looseleaf.link.sequence import Linked
+from looseleaf.model.rotary import unrotate
+from looseleaf.patch.form import form_patch
+from looseleaf.prompt.chunks import Chunk, Span
+from looseleaf.store.protocol import Key
+
+MOST_BYTES = 256 * 2**20
+"""Of rows that wait; beyond it the oldest are let go."""
+PRESSING = 64
+"""Chunks waiting from which on one is worked off in front of every pass."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Conditioned:
+    """A chunk's rows in one context, keys un-rotated, and where its patch goes."""
+
+    chunk: Chunk
+    rows: KVRows
+    form: PatchForm
+    key: Key
+    keep: Keep
+
+
+@dataclass
+class HarvestCounters:
+    """What came of it."""
+
+    patches: int = 0
+    patch_bytes: int = 0
+    page_bytes: int = 0
+    """Of the chunks they are for."""
+    dropped: int = 0
+    """Left alone for want of room."""
+
+
+class Harvest:
+    """Patches on their way into the store. Used by the engine alone, under its lock."""
+
+    def __init__(self, linker: Linker, *, most_bytes: int = MOST_BYTES):
+        self._linker = linker
+        self._most_bytes = most_bytes
+        self._waiting: deque[_Conditioned] = deque()
+        self._held_bytes = 0
+        self.counters = HarvestCounters()
+
+    @property
+    def waiting(self) -> int:
+        """Chunks whose patch is still to be formed."""
+        return len(self._waiting)
+
+    @property
+    def pressing(self) -> bool:
+        """Whether so many wait that one should be worked off now."""
+        return len(self._waiting) >= PRESSING
+
+    @torch.inference_mode()
+    def note(self, linked: Linked, keep: Keep) -> None:
+        """Write down the chunks a finished sequence computed in context, as far as its rows are exact."""
+        plan, linker = linked.plan, self._linker
+        if plan.patch is None or not keep.store or not keep.harvest:
+            return
+        computed = {piece.start for piece in plan.pieces if piece.use == "compute" and piece.exact}
+        before = antecedents(linked.prompt)
+        for span in linked.prompt.chunks:
+            assert span.chunk is not None
+            key = linker.keys.patch(span.chunk, before[span.start], plan.patch)
+            if span.start not in computed or span.stop > linked.table.exact_tokens or linker.store.contains(key):
+                continue
+            self._add(
+                _Conditioned(chunk=span.chunk, rows=_unrotated(linked, span), form=plan.patch, key=key, keep=keep)
+            )
+
+    @torch.inference_mode()
+    def work(self) -> bool:
+        """Form one patch and store it; False when there is none to form."""
+        if not self._waiting:
+            return False
+        one = self._waiting.popleft()
+        self._held_bytes -= one.rows.nbytes
+        linker = self._linker
+        linker.warm([one.chunk], keep=one.keep)
+        alone = linker.store.get(linker.keys.kv(one.chunk))
+        if isinstance(alone, ChunkKV):  # else the store is too small for it, and a patch would be of no use
+            patch = form_patch(one.rows, alone.rows, share=one.form.share, from_layer=one.form.from_layer)
+            linker.store.put(one.key, patch, ttl_s=one.keep.ttl_s)
+            self.counters.patches += 1
+            self.counters.patch_bytes += patch.nbytes
+            self.counters.page_bytes += alone.nbytes
+        return True
+
+    def _add(self, one: _Conditioned) -> None:
+        self._waiting.append(one)
+        self._held_bytes += one.rows.nbytes
+        while self._held_bytes > self._most_bytes:
+            self._held_bytes -= self._waiting.popleft().rows.nbytes
+            self.counters.dropped += 1
+
+
+def _unrotated(linked: Linked, span: Span) -> KVRows:
+    """A copy of a span's rows, its keys turned back."""
+    rows, decoder = linked.table.copy_out(range(span.start, span.stop)), linked.adapter.decoder
+    phase = decoder.phase(linked.positions[:, span.start : span.stop])
+    for keys in rows.keys:
+        keys.copy_(unrotate(keys, phase, decoder.form))
+    return rows

@@ -1,0 +1,76 @@
+"""Forming patches: the deficit's largest directions, layer by layer.
+
+Bytes are counted as a share of the page's: m directions of n tokens and width D take m(n + D) of nD numbers, so
+policies and figures speak of shares, not of ranks. Knows tensors; not how conditioned rows came about, nor where a
+patch is kept.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from looseleaf.kv.layout import KVRows
+from looseleaf.kv.records import Factors, Patch
+from looseleaf.patch.deficit import Deficit, find_deficit
+
+SPARE, ROUNDS = 8, 2
+"""Directions a randomised decomposition looks for beyond those kept, and its power iterations."""
+WORTH = 8
+"""It is used where a matrix is this many times as wide as the directions looked for; below, LAPACK is as fast."""
+
+
+def rank_within(share: float, tokens: int, width: int) -> int:
+    """Most directions whose factors take at most `share` of the bytes of [token, width]; at least one."""
+    rank = int(share * tokens * width / (tokens + width) + 1e-9)
+    return max(1, min(rank, tokens, width))
+
+
+def factor(matrix: Tensor, rank: int) -> Factors:
+    """The best [token, width] matrix of at most that rank, as factors: the largest singular directions."""
+    rank = min(rank, *matrix.shape)
+    matrix = matrix.float()
+    if WORTH * (rank + SPARE) < min(matrix.shape):
+        left, sizes, right = torch.svd_lowrank(matrix, q=rank + SPARE, niter=ROUNDS)
+    else:
+        left, sizes, right_t = torch.linalg.svd(matrix, full_matrices=False)
+        right = right_t.mT
+    return Factors(left=(left * sizes)[:, :rank].contiguous(), right=right[:, :rank].contiguous())
+
+
+def form_patch(conditioned: KVRows, alone: KVRows, *, share: float, from_layer: int = 0) -> Patch:
+    """A patch that takes the rows of a chunk computed alone to those computed in context.
+
+    `share`: of the page's bytes, in every layer that is patched; 1 or more keeps every direction. Layers before
+    `from_layer` are left as they are stored.
+    """
+    return patch_of(find_deficit(conditioned, alone), conditioned, share=share, from_layer=from_layer)
+
+
+def patch_of(deficit: Deficit, like: KVRows, *, share: float, from_layer: int = 0) -> Patch:
+    """A deficit's largest directions, in the dtype and on the device of `like`."""
+
+    def cut(delta: Tensor) -> Factors:
+        tokens, width = delta.shape
+        found = factor(delta, min(tokens, width) if share >= 1 else rank_within(share, tokens, width))
+        dtype = like.layout.dtype
+        return Factors(left=found.left.to(dtype), right=found.right.to(dtype))
+
+    keys, values = (
+        tuple(cut(one) if layer >= from_layer else None for layer, one in enumerate(planes))
+        for planes in (deficit.keys, deficit.values)
+    )
+    return Patch(keys=keys, values=values)
+
+
+def put_on(patch: Patch, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """A layer's stored keys and values [head, token, dim] with the patch put on: one product of rank m each."""
+    return _added(keys, patch.keys[layer]), _added(values, patch.values[layer])
+
+
+def _added(plane: Tensor, factors: Factors | None) -> Tensor:
+    if factors is None:
+        return plane
+    heads, _, dim = plane.shape
+    right = factors.right.view(heads, dim, factors.rank)
+    return torch.baddbmm(plane, factors.left.expand(heads, -1, -1), right.mT)

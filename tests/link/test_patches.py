@@ -1,0 +1,198 @@
+"""Patches in a running system: harvested once, found by their antecedent, put on without a forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image as PILImage
+
+from looseleaf import FullReuse, Image, Looseleaf, Patched, Reprefill
+from looseleaf.bench import exact
+from looseleaf.kv.records import ChunkKV, Patch
+from looseleaf.link.reference import error
+from looseleaf.model.tiny import FAMILIES
+
+Open = Callable[..., Looseleaf]
+
+WHOLE = Patched(share=1.0)
+
+
+def noise(seed: int, height: int, width: int) -> PILImage.Image:
+    return PILImage.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8))
+
+
+def prompt_of(ll: Looseleaf, seed: int = 41) -> list[Any]:
+    return exact.make_prompts(ll, seed=seed, count=1)[0]
+
+
+def teach(ll: Looseleaf, prompt: list[Any], policy: Patched = WHOLE) -> None:
+    """Ask once, so that the patches of every chunk are there."""
+    ll.ask(prompt, policy=policy, max_tokens=1)
+    ll.settle()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_relocated_and_patched_in_full_is_re_prefill(family: str, opened: Open) -> None:
+    ll = opened(family)
+    prompt = prompt_of(ll)
+    built = ll.builder.build(prompt)
+    expected = ll.reference.ours(built, Reprefill())
+    teach(ll, prompt)
+    plan = ll.plan(prompt, policy=WHOLE)
+    assert plan.count().patched > 0
+    assert plan.count().fresh < plan.tokens / 2 or plan.count().fresh == sum(
+        len(span) for span in built.spans if span.chunk is None
+    )
+    assert error(ll.reference.ours(built, WHOLE), expected) < 1e-4
+    assert error(ll.reference.ours(built, FullReuse()), expected) > 1e-4
+
+
+def test_the_second_request_computes_words_only(opened: Open) -> None:
+    ll = opened("qwen2_5_vl")
+    prompt = prompt_of(ll)
+    built = ll.builder.build(prompt)
+    words = sum(len(span) for span in built.spans if span.chunk is None)
+    first = ll.ask(prompt, policy=WHOLE, max_tokens=4)
+    assert not first.usage.approximate
+    ll.settle()
+    computed, seen = ll.linker.counters.chunks_computed, ll.linker.counters.vision_calls
+    again = ll.ask(prompt, policy=WHOLE, max_tokens=4)
+    assert again.token_ids == first.token_ids
+    assert again.usage.approximate
+    assert again.usage.fresh_tokens == words
+    assert again.usage.patched_tokens + again.usage.exact_tokens == len(built) - words
+    assert (ll.linker.counters.chunks_computed, ll.linker.counters.vision_calls) == (computed, seen)
+    assert "patched" in str(again.plan)
+    assert "patched" in str(again.usage)
+
+
+def test_harvesting_costs_one_forward_of_each_chunk(opened: Open) -> None:
+    ll = opened("qwen2_5_vl")
+    prompt = prompt_of(ll)
+    teach(ll, prompt)
+    chunks = ll.builder.build(prompt).chunks
+    assert ll.linker.counters.chunks_computed == len(chunks)
+    assert ll.engine.harvest.counters.patches == len(chunks)
+    teach(ll, prompt)
+    assert ll.engine.harvest.counters.patches == len(chunks)
+
+
+def test_a_patch_takes_its_share_of_the_bytes(opened: Open) -> None:
+    ll = opened("qwen2_5_vl")
+    teach(ll, prompt_of(ll), Patched(share=0.25))
+    counters = ll.engine.harvest.counters
+    assert 0.1 * counters.page_bytes < counters.patch_bytes <= 0.25 * counters.page_bytes
+
+
+def test_another_antecedent_has_no_patch(opened: Open) -> None:
+    ll = opened("qwen2_5_vl")
+    one, two = (Image(noise(seed, 56, 84)) for seed in (1, 2))
+    teach(ll, ["See", one, "and", two, "what?"])
+    assert ll.plan(["See", one, "and", two, "something else?"], policy=WHOLE).count().patched > 0
+    for other in (["See", two, "and", one, "what?"], ["Look", one, "and", two, "what?"], ["See", two, "what?"]):
+        assert ll.plan(other, policy=WHOLE).count().patched == 0
+    assert ll.plan(["See", one, "or", two, "what?"], policy=WHOLE).count().patched == len(
+        ll.builder.build(["See", one, "what?"]).chunks[0]
+    )
+    assert ll.plan(["See", one, "and", two, "what?"], policy=Patched(share=0.5)).count().patched == 0
+
+
+def test_a_prompt_moved_as_a_whole_finds_its_patches(opened: Open) -> None:
+    ll = opened("qwen2_5_vl")
+    prompt = prompt_of(ll)
+    teach(ll, prompt)
+    moved = ll.request(prompt, policy=WHOLE, start_pos=500)
+    assert ll.engine.plan(moved).count().patched > 0
+    expected = ll.reference.ours(moved.prompt, Reprefill())
+    assert error(ll.reference.ours(moved.prompt, WHOLE), expected) < 1e-4
+
+
+def test_without_rebuilding_a_chunk_is_relocated(opened: Open) -> None:
+    ll = opened("qwen2_5_vl")
+    prompt = prompt_of(ll)
+    ll.warm([one for one in prompt if isinstance(one, Image)])
+    plan = ll.plan(prompt, policy=Patched(rebuild=False))
+    assert plan.count() == ll.plan(prompt, policy=FullReuse()).count()
+
+
+def test_what_stands_behind_a_patched_chunk_is_not_harvested(opened: Open) -> None:
+    ll = opened("qwen2_5_vl")
+    one, two, three = (Image(noise(seed, 56, 84)) for seed in (1, 2, 3))
+    teach(ll, ["See", one, "and", two, "what?"])
+    longer = ["See", one, "and", two, "and", three, "what?"]
+    usage = ll.ask(longer, policy=WHOLE, max_tokens=1).usage
+    assert usage.approximate
+    ll.settle()
+    assert ll.engine.harvest.counters.patches == 2
+    assert ll.plan(longer, policy=WHOLE).count().fresh > len(ll.builder.build(["See", three]).chunks[0])
+
+
+def test_a_chain_of_ten_does_not_compound(opened: Open) -> None:
+    """Ten images, asked about as they arrive: patches of a third of the bytes never feed the next one's patch."""
+    ll = opened("qwen2_5_vl")
+    policy = Patched(share=0.34)
+    images = [Image(noise(seed, 56, 56)) for seed in range(10)]
+    for count in range(1, 11):
+        ll.ask([*images[:count], "what?"], policy=policy, max_tokens=1)
+        ll.settle()
+    patches = ll.engine.harvest.counters.patches
+    whole = ll.builder.build([*images, "what?"])
+    fresh = opened("qwen2_5_vl")
+    teach(fresh, [*images, "what?"], policy)
+    assert patches < 10  # those behind a patched chunk were refused
+    made = {key: fresh.store.get(key) for key in ll.store._held if key.part == "patch"}  # type: ignore[attr-defined]
+    for key, expected in made.items():
+        got = ll.store.get(key)
+        assert isinstance(got, Patch)
+        assert isinstance(expected, Patch)
+        for mine, theirs in zip(got.keys, expected.keys, strict=True):
+            assert mine is not None
+            assert theirs is not None
+            torch.testing.assert_close(mine.left @ mine.right.mT, theirs.left @ theirs.right.mT, atol=1e-4, rtol=1e-3)
+    ceiling = ll.reference.ours(whole, Reprefill())
+    assert error(ll.reference.ours(whole, policy), ceiling) <= error(ll.reference.ours(whole, FullReuse()), ceiling)
+
+
+def test_a_patch_that_is_gone_costs_time_only(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    ll = opened("qwen2_5_vl")
+    prompt = prompt_of(ll)
+    teach(ll, prompt)
+    expected = ll.reference.ours(ll.builder.build(prompt), Reprefill())
+    real = ll.store.get
+    monkeypatch.setattr(ll.store, "get", lambda key: None if key.part == "patch" else real(key))
+    assert error(ll.reference.ours(ll.builder.build(prompt), WHOLE), expected) < 1e-5
+    assert ll.linker.counters.fallbacks > 0
+
+
+@pytest.mark.parametrize("option", ["no_store", "no_harvest"])
+def test_a_request_may_leave_no_patch_behind(opened: Open, option: str) -> None:
+    ll = opened("qwen2_5_vl")
+    ll.ask(prompt_of(ll), policy=WHOLE, max_tokens=1, **{option: True})
+    ll.settle()
+    assert ll.engine.harvest.counters.patches == 0
+
+
+def test_a_store_without_room_for_a_page_gets_no_patch(opened: Open) -> None:
+    ll = opened("qwen2_5_vl", store_bytes=1000)
+    ll.ask(prompt_of(ll), policy=WHOLE, max_tokens=1)
+    ll.settle()
+    assert ll.engine.harvest.counters.patches == 0
+    assert ll.engine.idle
+
+
+def test_chunk_records_stay_as_they_are(opened: Open) -> None:
+    ll = opened("qwen2_5_vl")
+    prompt = prompt_of(ll)
+    ll.warm([one for one in prompt if isinstance(one, Image)])
+    chunks = [span.chunk for span in ll.builder.build(prompt).chunks if span.chunk]
+    before = [ll.store.get(ll.linker.keys.kv(chunk)) for chunk in chunks]
+    copies = [[plane.clone() for plane in one.rows.keys] for one in before if isinstance(one, ChunkKV)]
+    teach(ll, prompt)
+    ll.ask(prompt, policy=WHOLE, max_tokens=2)
+    for record, copy in zip(before, copies, strict=True):
+        assert isinstance(record, ChunkKV)
+        assert all(torch.equal(plane, kept) for plane, kept in zip(record.rows.keys, copy, strict=True))
