@@ -150,6 +150,7 @@ def plan_link(prompt: Prompt, lookup: Lookup, policy: Policy, *, layers: int, ca
     # the last token is always computed: its output is the answer's first token
     prefix = min(lookup.prefix_tokens, len(prompt) - 1) if policy.uses_prefix else 0
     known = dict(zip((id(span) for span in prompt.chunks), lookup.chunks, strict=True))
+    rebuild = policy.patch is not None and policy.rebuild and not _all_patched(prompt, lookup, prefix, canonical)
     pieces: list[Piece] = []
     reused: list[Span] = []
     for span in prompt.spans:
@@ -157,7 +158,7 @@ def plan_link(prompt: Prompt, lookup: Lookup, policy: Policy, *, layers: int, ca
         reusable = span.chunk is not None and policy.reuses_chunks and span.stop < len(prompt)
         if span.stop <= prefix:
             pieces.append(Piece(start=span.start, stop=span.stop, what=what, use="exact", stored=True))
-        elif reusable and _reuses(policy, span, known[id(span)], prompt, canonical, layers):
+        elif reusable and _reuses(policy, span, layers) and not (rebuild and not _at_home(span, prompt, canonical)):
             reused.append(span)
             pieces.append(_reuse(span, known[id(span)], policy, prompt, canonical, layers))
         else:
@@ -180,12 +181,22 @@ def plan_link(prompt: Prompt, lookup: Lookup, policy: Policy, *, layers: int, ca
     )
 
 
-def _reuses(policy: Policy, span: Span, known: Known, prompt: Prompt, canonical: Canonical, layers: int) -> bool:
-    """Whether anything of a chunk's stored rows is used: not where all would be computed, nor for want of a patch."""
-    if policy.patch is not None and policy.rebuild:
-        return known.patch or _at_home(span, prompt, canonical)
+def _reuses(policy: Policy, span: Span, layers: int) -> bool:
+    """Whether anything of a chunk's stored rows would be left; else it is simply computed."""
     stages = policy.stages(len(span), layers)
     return not (len(stages) == 1 and stages[0].layer == 0 and stages[0].rows == range(len(span)))
+
+
+def _all_patched(prompt: Prompt, lookup: Lookup, prefix: int, canonical: Canonical) -> bool:
+    """Whether every chunk that needs a patch has one.
+
+    If a single one lacks it, all are computed: behind a patched chunk its rows would not be exact, and no patch could
+    ever be made of them.
+    """
+    return all(
+        known.patch or span.stop <= prefix or _at_home(span, prompt, canonical)
+        for span, known in zip(prompt.chunks, lookup.chunks, strict=True)
+    )
 
 
 def _at_home(span: Span, prompt: Prompt, canonical: Canonical) -> bool:

@@ -54,7 +54,7 @@ class Policy:
     patch: PatchForm | None = None
     """With a form: reused chunks get the patch stored for this very antecedent."""
     rebuild: bool = True
-    """Whether a chunk that has no such patch is computed in context, which leaves one behind; else it is relocated."""
+    """Where a chunk has no such patch: compute all in context, which leaves patches behind, or relocate that one."""
 
     def stages(self, tokens: int, layers: int) -> tuple[Stage, ...]:
         """Which of a reused chunk's tokens are computed in context, from which layer on: none."""
