@@ -25,7 +25,7 @@ from looseleaf.bench.report import BenchOptions, Report
 from looseleaf.config import Config
 from looseleaf.engine.engine import Job
 from looseleaf.engine.scheduler import EngineConfig
-from looseleaf.link.policies import FirstK, FullReuse, Policy, Reprefill
+from looseleaf.link.policies import FirstK, FullReuse, Patched, Policy, Reprefill
 from looseleaf.model.loading import load_adapter
 from looseleaf.model.probe import stock_attention
 from looseleaf.model.tiny import build_tiny
@@ -76,7 +76,7 @@ def time_model(
         "transformers, text + 32 an image": _stock_rows(ll, text + 32 * IMAGES, reused - 32 * IMAGES),
     }
     policies = {"reprefill": Reprefill(), "full-reuse": FullReuse(), "full-reuse two-step": FullReuse(two_step=True),
-                "first-k:32": FirstK(k=32)}  # fmt: skip
+                "first-k:32": FirstK(k=32), "patched 6%": Patched(share=0.06), "patched 25%": Patched()}  # fmt: skip
     arms |= {name: _ours(ll, prompt, policy) for name, policy in policies.items()}
     for arm in arms.values():
         arm()
@@ -105,6 +105,8 @@ def time_model(
         "first_k_over_bar": first / (1.25 * first_stock + 1.5 * copy),
         "full_reuse_speedup": median["reprefill"] / full,
         "first_k_speedup": median["reprefill"] / first,
+        "patched6_over_reuse": median["patched 6%"] / full,
+        "patched25_over_reuse": median["patched 25%"] / full,
     }
     return rows, summary
 

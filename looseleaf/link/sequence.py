@@ -119,18 +119,23 @@ class Linked:
         bound = []
         for span, rows in self.sources:
             patch = self.patches.get(span.start)
-            bound.append((slice(span.start, span.stop), rows, patch, phase[at : at + len(span)]))
+            room = torch.empty_like(rows.keys[0]) if patch is not None else None
+            bound.append((slice(span.start, span.stop), rows, patch, room, phase[at : at + len(span)]))
             at += len(span)
 
         def bind(layer: int) -> None:
             started = time.perf_counter()
             keys, values = table.keys[layer], table.values[layer]
-            for slots, rows, patch, turned in bound:
+            for slots, rows, patch, room, turned in bound:
                 own_keys, own_values = rows.keys[layer], rows.values[layer]
-                if patch is not None:
-                    own_keys, own_values = put_on(patch, layer, own_keys, own_values)
+                added = (patch.keys[layer], patch.values[layer]) if patch is not None else (None, None)
+                if added[0] is not None:
+                    own_keys = put_on(added[0], own_keys, out=room)
                 rotate(own_keys, turned, form, out=keys[:, slots])
-                values[:, slots].copy_(own_values)
+                if added[1] is not None:
+                    put_on(added[1], own_values, out=values[:, slots])
+                else:
+                    values[:, slots].copy_(own_values)
             self.stages.link_s += time.perf_counter() - started
 
         return bind

@@ -63,14 +63,10 @@ def patch_of(deficit: Deficit, like: KVRows, *, share: float, from_layer: int = 
     return Patch(keys=keys, values=values)
 
 
-def put_on(patch: Patch, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """A layer's stored keys and values [head, token, dim] with the patch put on: one product of rank m each."""
-    return _added(keys, patch.keys[layer]), _added(values, patch.values[layer])
-
-
-def _added(plane: Tensor, factors: Factors | None) -> Tensor:
-    if factors is None:
-        return plane
+def put_on(factors: Factors, plane: Tensor, out: Tensor | None = None) -> Tensor:
+    """A layer's stored keys or values [head, token, dim] with a patch put on: one product of rank m."""
     heads, _, dim = plane.shape
-    right = factors.right.view(heads, dim, factors.rank)
-    return torch.baddbmm(plane, factors.left.expand(heads, -1, -1), right.mT)
+    left, right = factors.left.expand(heads, -1, -1), factors.right.view(heads, dim, factors.rank)
+    if out is None:
+        return torch.baddbmm(plane, left, right.mT)
+    return out.copy_(plane).baddbmm_(left, right.mT)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from looseleaf.kv.layout import KVLayout, KVRows, LayerLayout, Plane
+from looseleaf.kv.records import Patch
 from looseleaf.patch.deficit import find_deficit
 from looseleaf.patch.form import factor, form_patch, put_on, rank_within
 
@@ -22,6 +23,19 @@ def rows(seed: int, *, tokens: int = TOKENS, dtype: torch.dtype = torch.float32)
     for one in (*made.keys, *made.values):
         one.copy_(torch.randn(one.shape, generator=chance))
     return made
+
+
+def both(patch: Patch, layer: int, alone: KVRows) -> list[torch.Tensor]:
+    """Keys and values of a layer with the patch put on, into memory that is a part of something larger."""
+    planes = ((alone.keys[layer], patch.keys[layer]), (alone.values[layer], patch.values[layer]))
+    found = []
+    for plane, factors in planes:
+        assert factors is not None
+        heads, tokens, dim = plane.shape
+        room = torch.full((heads, tokens + 5, dim), torch.nan, dtype=plane.dtype)[:, 2 : tokens + 2]
+        assert torch.equal(put_on(factors, plane, out=room), put_on(factors, plane))
+        found.append(room)
+    return found
 
 
 @given(st.integers(1, 60), st.integers(1, 60), st.floats(0, 1))
@@ -57,7 +71,7 @@ def test_a_patch_of_every_direction_restores_the_rows() -> None:
     alone, conditioned = rows(1), rows(2)
     patch = form_patch(conditioned, alone, share=1.0)
     for layer in range(LAYERS):
-        keys, values = put_on(patch, layer, alone.keys[layer], alone.values[layer])
+        keys, values = both(patch, layer, alone)
         torch.testing.assert_close(keys, conditioned.keys[layer], atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(values, conditioned.values[layer], atol=1e-5, rtol=1e-5)
 
@@ -71,7 +85,7 @@ def test_a_patch_of_a_low_rank_deficit_restores_the_rows_for_few_bytes() -> None
         plane += delta.view(tokens, heads, dim).transpose(0, 1)
     patch = form_patch(conditioned, alone, share=0.2)
     assert patch.nbytes <= 0.2 * alone.nbytes
-    keys, values = put_on(patch, 1, alone.keys[1], alone.values[1])
+    keys, values = both(patch, 1, alone)
     torch.testing.assert_close(keys, conditioned.keys[1], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(values, conditioned.values[1], atol=1e-4, rtol=1e-4)
 
@@ -79,17 +93,15 @@ def test_a_patch_of_a_low_rank_deficit_restores_the_rows_for_few_bytes() -> None
 def test_shallow_layers_are_left_alone() -> None:
     alone = rows(1)
     patch = form_patch(rows(2), alone, share=0.5, from_layer=2)
-    assert [one is None for one in patch.keys] == [True, True, False]
-    keys, values = put_on(patch, 1, alone.keys[1], alone.values[1])
-    assert keys is alone.keys[1]
-    assert values is alone.values[1]
+    for planes in (patch.keys, patch.values):
+        assert [one is None for one in planes] == [True, True, False]
     assert patch.nbytes < form_patch(rows(2), alone, share=0.5).nbytes / 2
 
 
 def test_nothing_to_restore_restores_nothing() -> None:
     alone = rows(1)
     patch = form_patch(rows(1), alone, share=0.3)
-    keys, _ = put_on(patch, 0, alone.keys[0], alone.values[0])
+    keys, _ = both(patch, 0, alone)
     torch.testing.assert_close(keys, alone.keys[0])
 
 
