@@ -32,7 +32,11 @@ from looseleaf.version import VERSION
 
 BENCHES = {"exact": "does reuse machinery change anything when it must not?",
            "ttft": "what does each policy save, and how far is it from the floor?",
-           "reuse": "what does each policy cost in accuracy?"}  # fmt: skip
+           "reuse": "what does each policy cost in accuracy?",
+           "rank": "how does recovery grow with rank, depth, basis and tokens?",
+           "reorder": "does one orbit patch serve every order?"}  # fmt: skip
+COUNTING = ("reuse", "rank", "reorder")
+"""Benches that ask questions of trained models."""
 
 
 class Doing:
@@ -154,13 +158,15 @@ def _add_bench(commands: Any) -> None:
     bench.add_argument(
         "--model", action="append", default=[], dest="models", metavar="MODEL",
         help="instead of the bench's own: a family (exact), a model folder (ttft), or an embedded model's name, "
-        "tiny:FAMILY or a folder (reuse); exact and reuse take several: --model A --model B",
+        "tiny:FAMILY or a folder (reuse, rank, reorder); all but ttft take several: --model A --model B",
     )  # fmt: skip
     bench.add_argument("--device", default="cpu", help="cpu, cuda, … (default: %(default)s)")
     bench.add_argument("--seed", type=int, default=0, help="of prompts, images and weights")
     bench.add_argument("--quick", action="store_true", help="within a minute or two on two cores, coarser")
-    bench.add_argument("--count", type=int, help="reuse: questions a task and number of hops (default: 500, quick: 3)")
-    bench.add_argument("--dtype", help="reuse: float32, bfloat16 or float16 (default: float32)")
+    bench.add_argument(
+        "--count", type=int, help="reuse, rank, reorder: questions of each kind (default: 500, 200, 100)"
+    )
+    bench.add_argument("--dtype", help="reuse, rank, reorder: float32, bfloat16 or float16 (default: float32)")
     bench.add_argument(
         "--analyse", type=Path, metavar="FILE", help="reuse: also measure the shape of what reuse loses; drawn here"
     )
@@ -257,9 +263,10 @@ def _file(option: str, name: str) -> Segment:
 
 
 def _bench(options: argparse.Namespace) -> None:
-    alien = [name for name in ("count", "analyse", "dtype") if getattr(options, name) is not None]
-    if options.name != "reuse" and alien:
-        raise ConfigError(f"bench {options.name} takes no --{alien[0]}; bench reuse does")
+    takers = {"count": COUNTING, "dtype": COUNTING, "analyse": ("reuse",)}
+    for name, benches in takers.items():
+        if getattr(options, name) is not None and options.name not in benches:
+            raise ConfigError(f"bench {options.name} takes no --{name}; bench {' and '.join(benches)} do")
     if options.name == "ttft" and len(options.models) > 1:
         raise ConfigError(f"bench ttft times one model, got {len(options.models)}")
     bench = importlib.import_module(f"looseleaf.bench.{options.name}")

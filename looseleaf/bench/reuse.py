@@ -23,6 +23,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from looseleaf.bench import deficit
+from looseleaf.bench.models import DTYPE, each_model
 from looseleaf.bench.report import BenchOptions, Report, Share
 from looseleaf.engine.request import Answer, Request
 from looseleaf.errors import ConfigError
@@ -49,8 +50,6 @@ from looseleaf.workloads.questions import Question, held_out
 
 COUNT, QUICK_COUNT, ANALYSED = 500, 3, 16
 """Questions of a task and number of hops (quick: of all models together); chunks of a task that are analysed."""
-DTYPE = "float32"
-"""In bf16 the two likeliest tokens of an undecided answer often tie to the last bit, and rounding alone flips it."""
 SHARE = 0.25
 """Of the chunks' tokens, or of their keys' bytes, that policies with a ratio get."""
 PATCH_SHARES = (0.06, 0.25)
@@ -65,6 +64,8 @@ CEILING, BLIND, NOISE = "reprefill", "full-reuse", "reprefill, moved"
 CONTROL = "documents as text"
 TOKEN_ARMS = ("first quarter", "deviation", "layer-adaptive", "query-aware")
 """Arms that compute a quarter of the chunks' tokens in context."""
+FEW_TOKEN_ARMS = ("first 6%", "deviation 6%")
+"""Arms that compute as many tokens as the smaller patch has of the bytes."""
 OPENINGS = ("", "", "Look at these. ", "Please look: ")
 GAPS = ("", "", "", " and ", "\n", " Here is one more. ", " The next one: ", " Keep it in mind. ")
 """Words before the first entry, and between two."""
@@ -94,21 +95,16 @@ class Outcome:
 def run(options: BenchOptions, tell: Callable[[str], None] = lambda stage: None) -> Report:
     """Every model and task; with `analyse`, the shape of the deficit too."""
     report = Report(bench="reuse", options=options)
-    sources = options.models or embedded_models()
-    if not sources:
-        raise ConfigError("there is no embedded model here; name one with --model")
-    count = options.count or (max(1, QUICK_COUNT // len(sources)) if options.quick else COUNT)
+    models = len(options.models or embedded_models())
+    count = options.count or (max(1, QUICK_COUNT // max(1, models)) if options.quick else COUNT)
     shapes: dict[str, dict[str, dict[str, Any]]] = {}
-    for source in sources:
-        opened = f"embedded:{source}" if source in embedded_models() else source
-        name = Path(source).name
-        with Looseleaf.open(opened, device=options.device, dtype=options.dtype or DTYPE, tell=tell) as ll:
-            rows = ask_model(ll, name, count, options.seed, tell)
-            report.rows += rows
-            report.summary[name] = {"dtype": options.dtype or DTYPE, **summarise(rows)}
-            if options.analyse is not None:
-                shapes[name] = analyse(ll, name, count, options.seed, tell)
-                report.summary[name] |= digest(shapes[name])
+    for name, ll in each_model(options, tell):
+        rows = ask_model(ll, name, count, options.seed, tell)
+        report.rows += rows
+        report.summary[name] = {"dtype": options.dtype or DTYPE, **summarise(rows)}
+        if options.analyse is not None:
+            shapes[name] = analyse(ll, name, count, options.seed, tell)
+            report.summary[name] |= digest(shapes[name])
     if options.analyse is not None:
         report.details["deficit"] = shapes
         deficit.plot(shapes, options.analyse)
@@ -175,8 +171,10 @@ def policies(prompt: Prompt, layout: KVLayout) -> dict[str, Policy]:
     return {
         CEILING: Reprefill(),
         BLIND: FullReuse(),
+        "first 6%": FirstK(k=round(PATCH_SHARES[0] * tokens)),
         "first quarter": FirstK(k=round(SHARE * tokens)),
         "first half": FirstK(k=round(tokens / 2)),
+        "deviation 6%": Deviation(ratio=PATCH_SHARES[0]),
         "deviation": Deviation(ratio=SHARE),
         "layer-adaptive": LayerAdaptive(ratio=SHARE),
         "query-aware": QueryAware(ratio=SHARE),
@@ -273,10 +271,11 @@ def closed(kl: float, blind: float, noise: float) -> float | None:
 def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One model's figures over its tasks with pictures, and blind reuse of pages given as words."""
     single, multi, words = _over(rows, 1, False), _over(rows, 2, False), _over(rows, 2, True)
-    best = min(TOKEN_ARMS, key=lambda arm: multi[arm]["kl"])
+    best, best_few = (min(arms, key=lambda arm: multi[arm]["kl"]) for arms in (TOKEN_ARMS, FEW_TOKEN_ARMS))
     summary: dict[str, Any] = {}
     for name, arm in (("reprefill", CEILING), ("blind", BLIND), ("first_quarter", "first quarter"),
-                      ("first_half", "first half"), ("tokens25", best), ("deep_layers", "deep-layers"),
+                      ("first_half", "first half"), ("tokens6", best_few), ("tokens25", best),
+                      ("deep_layers", "deep-layers"),
                       ("patch6", "patch 6%"), ("patch25", "patch 25%"), ("patch_deep", DEEP_PATCH)):  # fmt: skip
         summary[f"{name}_multi"] = multi[arm]["accuracy"]
         summary[f"{name}_single"] = single[arm]["accuracy"]

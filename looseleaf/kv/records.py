@@ -86,6 +86,8 @@ class Factors:
 
     left: Tensor
     right: Tensor
+    shared: bool = False
+    """Whether `right` is one of many patches' and held once for all of them."""
 
     @property
     def rank(self) -> int:
@@ -95,7 +97,7 @@ class Factors:
     @property
     def nbytes(self) -> int:
         """Bytes held."""
-        return self.left.nbytes + self.right.nbytes
+        return self.left.nbytes + (0 if self.shared else self.right.nbytes)
 
 
 @dataclass(frozen=True, kw_only=True)

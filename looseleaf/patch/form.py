@@ -21,9 +21,13 @@ WORTH = 8
 
 
 def rank_within(share: float, tokens: int, width: int) -> int:
-    """Most directions whose factors take at most `share` of the bytes of [token, width]; at least one."""
-    rank = int(share * tokens * width / (tokens + width) + 1e-9)
-    return max(1, min(rank, tokens, width))
+    """Most directions whose factors take at most `share` of the bytes of [token, width]; at least one.
+
+    All of them for a share of 1: who wants everything restored does not ask for the price.
+    """
+    if share >= 1:
+        return min(tokens, width)
+    return max(1, int(share * tokens * width / (tokens + width) + 1e-9))
 
 
 def factor(matrix: Tensor, rank: int) -> Factors:
@@ -41,8 +45,8 @@ def factor(matrix: Tensor, rank: int) -> Factors:
 def form_patch(conditioned: KVRows, alone: KVRows, *, share: float, from_layer: int = 0) -> Patch:
     """A patch that takes the rows of a chunk computed alone to those computed in context.
 
-    `share`: of the page's bytes, in every layer that is patched; 1 or more keeps every direction. Layers before
-    `from_layer` are left as they are stored.
+    `share`: of the page's bytes, in every layer that is patched; 1 keeps every direction. Layers before `from_layer`
+    are left as they are stored.
     """
     return patch_of(find_deficit(conditioned, alone), conditioned, share=share, from_layer=from_layer)
 
@@ -51,14 +55,28 @@ def patch_of(deficit: Deficit, like: KVRows, *, share: float, from_layer: int = 
     """A deficit's largest directions, in the dtype and on the device of `like`."""
 
     def cut(delta: Tensor) -> Factors:
-        tokens, width = delta.shape
-        found = factor(delta, min(tokens, width) if share >= 1 else rank_within(share, tokens, width))
+        found = factor(delta, rank_within(share, *delta.shape))
         dtype = like.layout.dtype
         return Factors(left=found.left.to(dtype), right=found.right.to(dtype))
 
     keys, values = (
         tuple(cut(one) if layer >= from_layer else None for layer, one in enumerate(planes))
         for planes in (deficit.keys, deficit.values)
+    )
+    return Patch(keys=keys, values=values)
+
+
+def cut(patch: Patch, *, share: float, from_layer: int = 0) -> Patch:
+    """The largest of a patch's directions that take at most `share` of the page's bytes."""
+
+    def fewer(layer: int, one: Factors | None) -> Factors | None:
+        if one is None or layer < from_layer:
+            return None
+        rank = min(one.rank, rank_within(share, len(one.left), len(one.right)))
+        return Factors(left=one.left[:, :rank], right=one.right[:, :rank], shared=one.shared)
+
+    keys, values = (
+        tuple(fewer(layer, one) for layer, one in enumerate(planes)) for planes in (patch.keys, patch.values)
     )
     return Patch(keys=keys, values=values)
 

@@ -1,4 +1,4 @@
-"""Factors and patches as matrices: what must hold whatever the model."""
+"""Factors, patches, orbit patches and shared bases as matrices: what must hold whatever the model."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from looseleaf.kv.layout import KVLayout, KVRows, LayerLayout, Plane
-from looseleaf.kv.records import Patch
+from looseleaf.kv.records import Factors, Patch
+from looseleaf.patch.basis import learn_basis, patch_in
 from looseleaf.patch.deficit import find_deficit
-from looseleaf.patch.form import factor, form_patch, put_on, rank_within
+from looseleaf.patch.form import cut, factor, form_patch, put_on, rank_within
+from looseleaf.patch.orbit import merge
 
 LAYERS, TOKENS = 3, 24
 
@@ -38,7 +40,7 @@ def both(patch: Patch, layer: int, alone: KVRows) -> list[torch.Tensor]:
     return found
 
 
-@given(st.integers(1, 60), st.integers(1, 60), st.floats(0, 1))
+@given(st.integers(1, 60), st.integers(1, 60), st.floats(0, 0.999))
 @settings(max_examples=100, deadline=None)
 def test_a_rank_stays_within_its_share_of_the_bytes(tokens: int, width: int, share: float) -> None:
     rank = rank_within(share, tokens, width)
@@ -116,3 +118,81 @@ def test_the_deficit_is_what_context_adds() -> None:
     plane = (conditioned.keys[0] - alone.keys[0]).transpose(0, 1).flatten(1)
     torch.testing.assert_close(found.keys[0], plane)
     assert found.value_energy[1] == pytest.approx(float(conditioned.values[1].square().sum()), rel=1e-5)
+
+
+def test_a_cut_patch_is_the_one_formed_with_fewer_bytes() -> None:
+    conditioned, alone = rows(2), rows(1)
+    whole = form_patch(conditioned, alone, share=1.0)
+    short = cut(whole, share=0.4)
+    assert short.nbytes == form_patch(conditioned, alone, share=0.4).nbytes
+    formed = form_patch(conditioned, alone, share=0.4)
+    for mine, theirs in zip(both(short, 1, alone), both(formed, 1, alone), strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+    assert cut(whole, share=0.4, from_layer=1).keys[0] is None
+
+
+def dense(patch: Patch) -> list[torch.Tensor]:
+    return [one.left @ one.right.mT for one in (*patch.keys, *patch.values) if isinstance(one, Factors)]
+
+
+def test_merging_is_the_mean_of_what_patches_add() -> None:
+    alone = rows(0)
+    patches = [form_patch(rows(seed), alone, share=1.0) for seed in (1, 2, 3)]
+    merged = merge(merge(patches[0], 1, patches[1], 1), 2, patches[2], 1)
+    for got, *each in zip(dense(merged), *map(dense, patches), strict=True):
+        torch.testing.assert_close(got, torch.stack(each).mean(0), atol=1e-4, rtol=1e-4)
+
+
+def test_merging_keeps_a_patch_at_its_size() -> None:
+    alone = rows(0)
+    one, other = (form_patch(rows(seed), alone, share=0.3) for seed in (1, 2))
+    merged = merge(one, 5, other, 1)
+    assert merged.nbytes == one.nbytes
+    best = [(5 * a + b) / 6 for a, b in zip(dense(one), dense(other), strict=True)]
+    for got, mean, factors in zip(dense(merged), best, (*merged.keys, *merged.values), strict=True):
+        assert factors is not None
+        left = float((got - mean).square().sum())
+        assert left == pytest.approx(float(torch.linalg.svdvals(mean)[factors.rank :].square().sum()), abs=1e-3)
+
+
+def test_deep_only_patches_merge_where_both_have_a_layer() -> None:
+    alone = rows(0)
+    deep = form_patch(rows(1), alone, share=0.3, from_layer=LAYERS - 1)
+    assert [one is None for one in merge(deep, 1, deep, 1).keys] == [True] * (LAYERS - 1) + [False]
+
+
+def test_a_whole_basis_restores_the_rows_and_is_counted_once() -> None:
+    alone = rows(0)
+    deficits = [find_deficit(rows(seed), alone) for seed in (1, 2)]
+    basis = learn_basis(deficits)
+    patch = patch_in(basis, deficits[0], alone, share=1.0)
+    for got, delta in zip(dense(patch), (*deficits[0].keys, *deficits[0].values), strict=True):
+        torch.testing.assert_close(got, delta, atol=1e-4, rtol=1e-4)
+    small = patch_in(basis, deficits[0], alone, share=0.25)
+    assert small.nbytes <= 0.25 * alone.nbytes
+    assert basis.nbytes > 0
+
+
+def test_a_basis_of_items_alike_serves_another_of_them() -> None:
+    chance = torch.Generator().manual_seed(5)
+    directions = [torch.randn(16, 2, generator=chance), torch.randn(20, 2, generator=chance)]
+
+    def item(seed: int) -> tuple[object, object]:
+        alone, conditioned, own = rows(seed), rows(seed), torch.Generator().manual_seed(seed)
+        for planes, right in ((conditioned.keys, directions[0]), (conditioned.values, directions[1])):
+            for plane in planes:
+                heads, tokens, dim = plane.shape
+                delta = torch.randn(tokens, 2, generator=own) @ right.mT
+                plane += delta.view(tokens, heads, dim).transpose(0, 1)
+        return find_deficit(conditioned, alone), alone
+
+    basis = learn_basis(item(seed)[0] for seed in range(4))  # type: ignore[misc]
+    deficit, alone = item(9)
+    patch = patch_in(basis, deficit, alone, share=0.13)  # type: ignore[arg-type]
+    for got, delta in zip(dense(patch), (*deficit.keys, *deficit.values), strict=True):  # type: ignore[attr-defined]
+        torch.testing.assert_close(got, delta, atol=1e-3, rtol=1e-3)
+
+
+def test_no_deficits_make_no_basis() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        learn_basis([])

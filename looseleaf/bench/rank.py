@@ -1,0 +1,194 @@
+"""How does recovery grow with rank, depth, basis and tokens?
+
+Multi-hop questions with pictures; every chunk of a prompt gets a patch of the same share of its page's bytes: of all
+layers, of the deep half, cut in the home frame (keys turned to where the chunk was computed) instead of un-rotated, or
+as coefficients in a basis learned from other items. Against them, tokens: the first ones computed again at that share,
+and an oracle that replaces the tokens with the largest deficit by their rows in context. η = 1 - KL(arm) / KL(blind).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+
+from looseleaf.bench.deficit import token_energy
+from looseleaf.bench.models import each_model
+from looseleaf.bench.patching import Arm, Case, eta, make_case, try_patches, try_policy
+from looseleaf.bench.report import BenchOptions, Report, Share
+from looseleaf.bench.reuse import CONTROL, bounds_of, items, tasks
+from looseleaf.kv.records import Factors, Patch
+from looseleaf.link.policies import FirstK, FullReuse
+from looseleaf.model.rotary import rotate, unrotate
+from looseleaf.patch.basis import Basis, learn_basis, patch_in
+from looseleaf.patch.deficit import Deficit, wide
+from looseleaf.patch.form import cut, factor, patch_of, rank_within
+from looseleaf.prompt.chunks import Span
+from looseleaf.system import Looseleaf
+
+SHARES = (0.01, 0.03, 0.06, 0.12, 0.25, 0.5)
+"""Of a page's bytes, or of its tokens."""
+COUNT, QUICK_COUNT, LEARNED = 200, 1, 16
+"""Questions a task; items a task that a basis is learned from."""
+ENOUGH = 0.9
+"""The knee: the smallest rank that closes this much."""
+
+
+def run(options: BenchOptions, tell: Callable[[str], None] = lambda stage: None) -> Report:
+    """Every model: a row for every arm and share over all tasks."""
+    report = Report(bench="rank", options=options)
+    count = options.count or (QUICK_COUNT if options.quick else COUNT)
+    for name, ll in each_model(options, tell):
+        rows, summary = measure(ll, name, count, options.seed, tell)
+        report.rows += rows
+        report.summary[name] = summary
+    return report
+
+
+def measure(
+    ll: Looseleaf, name: str, count: int, seed: int, tell: Callable[[str], None]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """One model."""
+    asked = [task for task in tasks(bounds_of(ll)) if task != CONTROL]
+    tell(f"{name}: learning a basis")
+    learned = min(count, LEARNED)
+    basis = learn_basis(
+        one
+        for task in asked
+        for item in items(bounds_of(ll), task, 2, learned, seed + 1)
+        for one in make_case(ll, item).deficits().values()
+    )
+    found: dict[tuple[str, float], list[Arm]] = {}
+    ranks: dict[float, list[int]] = {share: [] for share in SHARES}
+    for task in asked:
+        for number, item in enumerate(items(bounds_of(ll), task, 2, count, seed)):
+            if number % math.ceil(count / 10) == 0:
+                tell(f"{name}: {task}, question {number + 1} of {count}")
+            case = make_case(ll, item)
+            for key, arm in try_all(ll, case, basis).items():
+                found.setdefault(key, []).append(arm)
+            for share in SHARES:
+                ranks[share] += [
+                    rank_within(share, *plane.shape) for one in case.deficits().values() for plane in one.keys[:1]
+                ]
+    rows = [{"model": name, **row} for row in score(found, ranks)]
+    return rows, summarise(rows)
+
+
+def try_all(ll: Looseleaf, case: Case, basis: Basis) -> dict[tuple[str, float], Arm]:
+    """One case under every arm, by the arm's name and share."""
+    middle = len(ll.adapter.layout.layers) // 2
+    deficits = case.deficits()
+    spans = {span.start: span for span in case.prompt.chunks}
+    whole = {start: patch_of(one, case.alone[start], share=1) for start, one in deficits.items()}
+    home = {start: _in_home_frame(ll, case, spans[start]) for start in spans}
+    energy = {start: token_energy(one) for start, one in deficits.items()}
+    found = {("blind", 0.0): try_policy(ll, case, FullReuse())}
+    for share in SHARES:
+        arms: dict[str, Mapping[int, Patch]] = {
+            "patch": {start: cut(one, share=share) for start, one in whole.items()},
+            "deep half": {start: cut(one, share=share, from_layer=middle) for start, one in whole.items()},
+            "home frame": {start: one(share) for start, one in home.items()},
+            "shared basis": {
+                start: patch_in(basis, one, case.alone[start], share=share) for start, one in deficits.items()
+            },
+            "oracle tokens": {start: _best_tokens(one, energy[start], share) for start, one in deficits.items()},
+        }
+        found |= {(name, share): try_patches(ll, case, patches) for name, patches in arms.items()}
+        tokens = sum(len(span) for span in case.prompt.chunks) / len(case.prompt.chunks)
+        found["first tokens", share] = try_policy(ll, case, FirstK(k=round(share * tokens)))
+    return found
+
+
+def _in_home_frame(ll: Looseleaf, case: Case, span: Span) -> Callable[[float], Patch]:
+    """Patches whose keys were cut in the frame of the chunk's own positions, turned back: what that frame costs."""
+    assert span.chunk is not None
+    decoder, alone, conditioned = ll.adapter.decoder, case.alone[span.start], case.conditioned[span.start]
+    home = span.chunk.placement.positions.to(ll.adapter.device) + len(ll.linker.canonical.ids)
+    phase = decoder.phase(home)
+    turned = []
+    for own, other in zip(conditioned.keys, alone.keys, strict=True):
+        delta = wide(rotate(own, phase, decoder.form)) - wide(rotate(other, phase, decoder.form))
+        turned.append(factor(delta, min(delta.shape)))
+    values = patch_of(case.deficits()[span.start], alone, share=1).values
+
+    def shortened(share: float) -> Patch:
+        keys = []
+        for one, plane in zip(turned, alone.keys, strict=True):
+            heads, tokens, dim = plane.shape
+            rank = rank_within(share, tokens, heads * dim)
+            dense = (one.left[:, :rank] @ one.right[:, :rank].mT).view(tokens, heads, dim).transpose(0, 1)
+            back = wide(unrotate(dense.contiguous(), phase, decoder.form))
+            keys.append(Factors(left=back, right=torch.eye(back.shape[1], device=back.device)))
+        return Patch(keys=tuple(keys), values=cut(Patch(keys=values, values=values), share=share).values)
+
+    return shortened
+
+
+def _best_tokens(deficit: Deficit, energy: torch.Tensor, share: float) -> Patch:
+    """The rows in context of the tokens with the largest deficit, and nothing of the others."""
+    kept = torch.zeros(len(energy), 1, device=energy.device)
+    kept[energy.topk(round(share * len(energy))).indices] = 1
+    keys, values = (
+        tuple(Factors(left=kept * one, right=torch.eye(one.shape[1], device=one.device)) for one in planes)
+        for planes in (deficit.keys, deficit.values)
+    )
+    return Patch(keys=keys, values=values)
+
+
+def score(
+    found: Mapping[tuple[str, float], Sequence[Arm]], ranks: Mapping[float, Sequence[int]]
+) -> list[dict[str, Any]]:
+    """A row for every arm and share."""
+    blind = found["blind", 0.0]
+    flips = [at for at, one in enumerate(blind) if one.changed]
+    rows = []
+    for (arm, share), each in found.items():
+        right = Share(right=sum(one.right for one in each), n=len(each))
+        low, high = right.interval
+        rows.append({
+            "arm": arm, "share": share, "rank": sum(ranks[share]) / len(ranks[share]) if share else 0.0,
+            "n": right.n, "accuracy": right.value, "low": low, "high": high,
+            "kl": sum(one.kl for one in each) / len(each), "eta": eta(each, blind),
+            "flips": len(flips), "restored": sum(not each[at].changed for at in flips),
+        })  # fmt: skip
+    return rows
+
+
+def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The knee, and what depth, a basis and tokens come to."""
+    closed = {(row["arm"], row["share"]): row["eta"] for row in rows}
+    knee = next((row["rank"] for row in rows if row["arm"] == "patch" and (row["eta"] or 0) >= ENOUGH), None)
+    return {
+        "knee_rank": knee,
+        "patch6_eta": closed["patch", 0.06],
+        "patch25_eta": closed["patch", 0.25],
+        "deep_half_eta": closed["deep half", 0.25],
+        "home_frame_eta": closed["home frame", 0.25],
+        "shared_basis_eta": closed["shared basis", 0.25],
+        "first_half_tokens_eta": closed["first tokens", 0.5],
+        "oracle_half_tokens_eta": closed["oracle tokens", 0.5],
+    }
+
+
+def plot(report: Report, path: Path) -> None:
+    """η by share of the bytes, a panel a model, a line an arm."""
+    models = list(report.summary)
+    figure = Figure(figsize=(7 * max(1, len(models)), 4.5), layout="constrained")
+    for axes, model in zip(figure.subplots(1, max(1, len(models)), squeeze=False)[0], models, strict=False):
+        rows = [row for row in report.rows if row["model"] == model and row["share"]]
+        for arm in dict.fromkeys(row["arm"] for row in rows):
+            own = [row for row in rows if row["arm"] == arm and row["eta"] is not None]
+            style = "--" if "tokens" in arm else "-"
+            axes.plot([row["share"] for row in own], [row["eta"] for row in own], style, marker="o", label=arm)
+        axes.set_xscale("log")
+        axes.set_xticks(SHARES, [f"{share:.0%}" for share in SHARES])
+        axes.set_ylim(min(-0.1, axes.get_ylim()[0]), 1.02)
+        axes.set(xlabel="share of the page's bytes (dashed: of its tokens)", ylabel="η", title=model)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=120)
