@@ -8,7 +8,6 @@ and an oracle that replaces the tokens with the largest deficit by their rows in
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,26 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
+from looseleaf.bench.cases import (
+    CONTROL,
+    TOGETHER,
+    Arm,
+    Case,
+    Try,
+    batches,
+    bounds_of,
+    closed,
+    items,
+    make_cases,
+    mean_kl,
+    tasks,
+    try_all,
+)  # fmt: skip
 from looseleaf.bench.deficit import token_energy
 from looseleaf.bench.models import each_model
-from looseleaf.bench.patching import Arm, Case, eta, make_case, try_patches, try_policy
 from looseleaf.bench.report import BenchOptions, Report, Share
-from looseleaf.bench.reuse import CONTROL, bounds_of, items, tasks
 from looseleaf.kv.records import Factors, Patch
-from looseleaf.link.policies import FirstK, FullReuse
+from looseleaf.link.policies import FirstK
 from looseleaf.model.rotary import rotate, unrotate
 from looseleaf.patch.basis import Basis, learn_basis, patch_in
 from looseleaf.patch.deficit import Deficit, wide
@@ -59,37 +71,41 @@ def measure(
     basis = learn_basis(
         one
         for task in asked
-        for item in items(bounds_of(ll), task, 2, learned, seed + 1)
-        for one in make_case(ll, item).deficits().values()
+        for some in batches(items(bounds_of(ll), task, 2, learned, seed + 1))
+        for case in make_cases(ll, some)
+        for one in case.deficits().values()
     )
     found: dict[tuple[str, float], list[Arm]] = {}
     ranks: dict[float, list[int]] = {share: [] for share in SHARES}
     for task in asked:
-        for number, item in enumerate(items(bounds_of(ll), task, 2, count, seed)):
-            if number % math.ceil(count / 10) == 0:
-                tell(f"{name}: {task}, question {number + 1} of {count}")
-            case = make_case(ll, item)
-            for key, arm in try_all(ll, case, basis).items():
-                found.setdefault(key, []).append(arm)
+        for number, some in enumerate(batches(items(bounds_of(ll), task, 2, count, seed))):
+            tell(f"{name}: {task}, question {number * TOGETHER + 1} of {count}")
+            cases = make_cases(ll, some)
+            tries = [ways(ll, case, basis) for case in cases]
+            named = [{f"{arm} {share}": one for (arm, share), one in each.items()} for each in tries]
+            for keys, arms in zip(tries, try_all(ll, cases, named), strict=True):
+                for key, arm in zip(keys, arms.values(), strict=True):
+                    found.setdefault(key, []).append(arm)
             for share in SHARES:
                 ranks[share] += [
-                    rank_within(share, *plane.shape) for one in case.deficits().values() for plane in one.keys[:1]
+                    rank_within(share, *one.keys[0].shape) for case in cases for one in case.deficits().values()
                 ]
     rows = [{"model": name, **row} for row in score(found, ranks)]
     return rows, summarise(rows)
 
 
-def try_all(ll: Looseleaf, case: Case, basis: Basis) -> dict[tuple[str, float], Arm]:
-    """One case under every arm, by the arm's name and share."""
+def ways(ll: Looseleaf, case: Case, basis: Basis) -> dict[tuple[str, float], Try]:
+    """One case's ways by arm and share."""
     middle = len(ll.adapter.layout.layers) // 2
     deficits = case.deficits()
     spans = {span.start: span for span in case.prompt.chunks}
     whole = {start: patch_of(one, case.alone[start], share=1) for start, one in deficits.items()}
-    home = {start: _in_home_frame(ll, case, spans[start]) for start in spans}
+    home = {start: _in_home_frame(ll, case, spans[start], whole[start]) for start in spans}
     energy = {start: token_energy(one) for start, one in deficits.items()}
-    found = {("blind", 0.0): try_policy(ll, case, FullReuse())}
+    tokens = sum(map(len, spans.values())) / len(spans)
+    found = {("blind", 0.0): Try()}
     for share in SHARES:
-        arms: dict[str, Mapping[int, Patch]] = {
+        arms: dict[str, dict[int, Patch]] = {
             "patch": {start: cut(one, share=share) for start, one in whole.items()},
             "deep half": {start: cut(one, share=share, from_layer=middle) for start, one in whole.items()},
             "home frame": {start: one(share) for start, one in home.items()},
@@ -98,13 +114,12 @@ def try_all(ll: Looseleaf, case: Case, basis: Basis) -> dict[tuple[str, float], 
             },
             "oracle tokens": {start: _best_tokens(one, energy[start], share) for start, one in deficits.items()},
         }
-        found |= {(name, share): try_patches(ll, case, patches) for name, patches in arms.items()}
-        tokens = sum(len(span) for span in case.prompt.chunks) / len(case.prompt.chunks)
-        found["first tokens", share] = try_policy(ll, case, FirstK(k=round(share * tokens)))
+        found |= {(name, share): Try(patches=patches) for name, patches in arms.items()}
+        found["first tokens", share] = Try(policy=FirstK(k=round(share * tokens)))
     return found
 
 
-def _in_home_frame(ll: Looseleaf, case: Case, span: Span) -> Callable[[float], Patch]:
+def _in_home_frame(ll: Looseleaf, case: Case, span: Span, whole: Patch) -> Callable[[float], Patch]:
     """Patches whose keys were cut in the frame of the chunk's own positions, turned back: what that frame costs."""
     assert span.chunk is not None
     decoder, alone, conditioned = ll.adapter.decoder, case.alone[span.start], case.conditioned[span.start]
@@ -114,7 +129,6 @@ def _in_home_frame(ll: Looseleaf, case: Case, span: Span) -> Callable[[float], P
     for own, other in zip(conditioned.keys, alone.keys, strict=True):
         delta = wide(rotate(own, phase, decoder.form)) - wide(rotate(other, phase, decoder.form))
         turned.append(factor(delta, min(delta.shape)))
-    values = patch_of(case.deficits()[span.start], alone, share=1).values
 
     def shortened(share: float) -> Patch:
         keys = []
@@ -124,7 +138,7 @@ def _in_home_frame(ll: Looseleaf, case: Case, span: Span) -> Callable[[float], P
             dense = (one.left[:, :rank] @ one.right[:, :rank].mT).view(tokens, heads, dim).transpose(0, 1)
             back = wide(unrotate(dense.contiguous(), phase, decoder.form))
             keys.append(Factors(left=back, right=torch.eye(back.shape[1], device=back.device)))
-        return Patch(keys=tuple(keys), values=cut(Patch(keys=values, values=values), share=share).values)
+        return Patch(keys=tuple(keys), values=cut(whole, share=share).values)
 
     return shortened
 
@@ -153,7 +167,7 @@ def score(
         rows.append({
             "arm": arm, "share": share, "rank": sum(ranks[share]) / len(ranks[share]) if share else 0.0,
             "n": right.n, "accuracy": right.value, "low": low, "high": high,
-            "kl": sum(one.kl for one in each) / len(each), "eta": eta(each, blind),
+            "kl": mean_kl(each), "eta": closed(mean_kl(each), mean_kl(blind)),
             "flips": len(flips), "restored": sum(not each[at].changed for at in flips),
         })  # fmt: skip
     return rows
@@ -161,17 +175,17 @@ def score(
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The knee, and what depth, a basis and tokens come to."""
-    closed = {(row["arm"], row["share"]): row["eta"] for row in rows}
+    eta = {(row["arm"], row["share"]): row["eta"] for row in rows}
     knee = next((row["rank"] for row in rows if row["arm"] == "patch" and (row["eta"] or 0) >= ENOUGH), None)
     return {
         "knee_rank": knee,
-        "patch6_eta": closed["patch", 0.06],
-        "patch25_eta": closed["patch", 0.25],
-        "deep_half_eta": closed["deep half", 0.25],
-        "home_frame_eta": closed["home frame", 0.25],
-        "shared_basis_eta": closed["shared basis", 0.25],
-        "first_half_tokens_eta": closed["first tokens", 0.5],
-        "oracle_half_tokens_eta": closed["oracle tokens", 0.5],
+        "patch6_eta": eta["patch", 0.06],
+        "patch25_eta": eta["patch", 0.25],
+        "deep_half_eta": eta["deep half", 0.25],
+        "home_frame_eta": eta["home frame", 0.25],
+        "shared_basis_eta": eta["shared basis", 0.25],
+        "first_half_tokens_eta": eta["first tokens", 0.5],
+        "oracle_half_tokens_eta": eta["oracle tokens", 0.5],
     }
 
 

@@ -17,11 +17,13 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from looseleaf.bench.cases import Arm, Item, Try, bounds_of, closed, make_cases, mean_kl, part, rows_alone, try_all
 from looseleaf.bench.models import each_model
-from looseleaf.bench.patching import Arm, Patches, eta, in_context, make_case, part, try_patches
 from looseleaf.bench.report import BenchOptions, Report
-from looseleaf.bench.reuse import Item, bounds_of
-from looseleaf.kv.records import ChunkKV, Patch
+from looseleaf.kv.layout import KVRows
+from looseleaf.kv.records import Patch
+from looseleaf.link.policies import Reprefill
+from looseleaf.link.reference import Way
 from looseleaf.patch.form import form_patch
 from looseleaf.patch.orbit import merge
 from looseleaf.prompt.segments import Segment
@@ -80,7 +82,8 @@ def measure(
         for tested in try_orders(ll, one, before, seed + number):
             for arm, outcome in tested.items():
                 found[arm].append(outcome)
-    closed = {f"eta_{arm}": eta(each, found["blind"]) for arm, each in found.items() if arm != "blind"}
+    blind = mean_kl(found["blind"])
+    eta = {f"eta_{arm}": closed(mean_kl(each), blind) for arm, each in found.items() if arm != "blind"}
     worst = max(
         (one.kl / other.kl for one, other in zip(found["orbit"], found["blind"], strict=True) if other.kl > 1e-3),
         default=math.nan,
@@ -91,7 +94,7 @@ def measure(
     }
     accuracy = {f"right_{arm}": sum(one.right for one in each) / len(each) for arm, each in found.items()}
     return {
-        "n": len(found["blind"]), "kl_blind": sum(one.kl for one in found["blind"]) / len(found["blind"]), **closed,
+        "n": len(found["blind"]), "kl_blind": blind, **eta,
         "eta_orbit_worst": 1 - worst, "flips": len(flips), **restored, **accuracy,
     }  # fmt: skip
 
@@ -119,32 +122,36 @@ def try_orders(ll: Looseleaf, one: Ordered, before: int, seed: int) -> list[dict
     orders = list(itertools.permutations(range(before)))
     chance = held_out().chance("orders", seed)
     orders = chance.sample(orders, min(len(orders), MOST_ORDERS))
-    patches = {order: last_patch(ll, one.ordered(order)) for order in orders}
-    outcomes = []
-    for tested in chance.sample(orders, min(len(orders), TESTED)):
+    made = dict(zip(orders, last_patches(ll, [one.ordered(order) for order in orders]), strict=True))
+    drawn = chance.sample(orders, min(len(orders), TESTED))
+    cases = make_cases(ll, [one.ordered(order) for order in drawn])
+    tries = []
+    for tested, case in zip(drawn, cases, strict=True):
         others = [order for order in orders if order != tested]
-        case = make_case(ll, one.ordered(tested))
         *front, last = sorted(case.conditioned)
         exact = {start: form_patch(case.conditioned[start], case.alone[start], share=1) for start in front}
-        arms: dict[str, Patches] = {
-            "blind": exact,
-            "exact": exact | {last: patches[tested]},
-            "orbit": exact | {last: orbit([patches[order] for order in others])},
-            "transfer": exact | {last: patches[chance.choice(others)]},
+        last_one = {
+            "exact": made[tested],
+            "orbit": orbit([made[order] for order in others]),
+            "transfer": made[chance.choice(others)],
         }
-        outcomes.append({arm: try_patches(ll, case, each) for arm, each in arms.items()})
-    return outcomes
+        arms = {arm: Try(patches=exact | {last: patch}) for arm, patch in last_one.items()}
+        tries.append({"blind": Try(patches=exact), **arms})
+    return try_all(ll, cases, tries)
 
 
-def last_patch(ll: Looseleaf, item: Item) -> Patch:
-    """The patch of an item's last chunk, by one prefill of its prompt."""
-    ll.warm(item.chunks)
-    prompt = ll.builder.build(item.prompt)
-    span = prompt.chunks[-1]
-    assert span.chunk is not None
-    alone = ll.store.get(ll.linker.keys.kv(span.chunk))
-    assert isinstance(alone, ChunkKV)
-    return form_patch(part(in_context(ll, prompt), span), alone.rows, share=SHARE)
+def last_patches(ll: Looseleaf, asked: Sequence[Item]) -> list[Patch]:
+    """The patch of each item's last chunk, by one prefill of its prompt."""
+    ll.warm([chunk for item in asked for chunk in item.chunks])
+    prompts = [ll.builder.build(item.prompt) for item in asked]
+    caught = [KVRows(ll.adapter.layout, len(prompt), ll.adapter.device) for prompt in prompts]
+    ll.reference.along([
+        Way(prompt=prompt, policy=Reprefill(), rows=rows) for prompt, rows in zip(prompts, caught, strict=True)
+    ])  # fmt: skip
+    return [
+        form_patch(part(rows, prompt.chunks[-1]), rows_alone(ll, prompt.chunks[-1]), share=SHARE)
+        for prompt, rows in zip(prompts, caught, strict=True)
+    ]
 
 
 def orbit(patches: Sequence[Patch]) -> Patch:

@@ -1,10 +1,11 @@
 """What does each policy cost in accuracy?
 
-Held-out questions of every task the embedded models were trained on, single-hop and multi-hop, through the engine: the
-pictures of an album are computed once, alone, and stored; then the same question is asked under every policy. Against
-re-prefill: accuracy, KL of the answer's distribution, η = 1 - KL(arm) / KL(blind), answers changed, and of those that
-blind reuse changes (flips) the share a policy restores. The noise floor is re-prefill against re-prefill of the same
-prompt moved as a whole and computed in pieces. Pages given as words are the control: no picture is involved.
+Held-out questions of every task the embedded models were trained on, single-hop and multi-hop: the pictures of an album
+are computed once, alone, and stored; then the same question is answered under every policy, and with patches of some
+shares of the pages' bytes. Against re-prefill: accuracy, KL of the answer's distribution, η = 1 - KL(arm) / KL(blind),
+answers changed, and of those that blind reuse changes (flips) the share a policy restores. The noise floor is
+re-prefill against re-prefill of the same prompt moved as a whole and computed in pieces. Pages given as words are the
+control: no picture is involved.
 
 Not asked here: an image that later ones were read behind and that is no longer in the prompt. Stored chunks carry no
 other image, so the question needs windows.
@@ -12,22 +13,33 @@ other image, so the question needs windows.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from matplotlib.figure import Figure
-from torch import Tensor
 
 from looseleaf.bench import deficit
+from looseleaf.bench.cases import (
+    CONTROL,
+    TOGETHER,
+    Arm,
+    Case,
+    Item,
+    Try,
+    batches,
+    bounds_of,
+    closed,
+    items,
+    make_cases,
+    mean_kl,
+    tasks,
+    try_all,
+)  # fmt: skip
 from looseleaf.bench.models import DTYPE, each_model
 from looseleaf.bench.report import BenchOptions, Report, Share
-from looseleaf.engine.request import Answer, Request
-from looseleaf.errors import ConfigError
 from looseleaf.kv.layout import KVLayout
+from looseleaf.kv.records import Patch
 from looseleaf.link.policies import (
     DeepLayers,
     Deviation,
@@ -35,18 +47,14 @@ from looseleaf.link.policies import (
     FullReuse,
     LayerAdaptive,
     LowRankKeys,
-    Patched,
     Policy,
     QueryAware,
     Reprefill,
 )  # fmt: skip
 from looseleaf.model.embedded import embedded_models
+from looseleaf.patch.form import cut, patch_of
 from looseleaf.prompt.chunks import Prompt
-from looseleaf.prompt.segments import Document, Segment
 from looseleaf.system import Looseleaf
-from looseleaf.workloads.albums import HEADLINE, as_segment, headline_question, task_album
-from looseleaf.workloads.bounds import HELD_OUT, Bounds
-from looseleaf.workloads.questions import Question, held_out
 
 COUNT, QUICK_COUNT, ANALYSED = 500, 3, 16
 """Questions of a task and number of hops (quick: of all models together); chunks of a task that are analysed."""
@@ -55,41 +63,13 @@ SHARE = 0.25
 PATCH_SHARES = (0.06, 0.25)
 """Of a page's bytes that its patch takes."""
 DEEP_PATCH = "patch 25%, deep half"
-MAX_TOKENS = 16
-LITTLE = 1e-3
-"""Nats: a smaller loss is none, and a share of it would mean nothing."""
 MOVED, PIECE = 64, 48
 """The noise floor: positions a prompt is moved by, and rows it is computed in at a time."""
 CEILING, BLIND, NOISE = "reprefill", "full-reuse", "reprefill, moved"
-CONTROL = "documents as text"
 TOKEN_ARMS = ("first quarter", "deviation", "layer-adaptive", "query-aware")
 """Arms that compute a quarter of the chunks' tokens in context."""
 FEW_TOKEN_ARMS = ("first 6%", "deviation 6%")
 """Arms that compute as many tokens as the smaller patch has of the bytes."""
-OPENINGS = ("", "", "Look at these. ", "Please look: ")
-GAPS = ("", "", "", " and ", "\n", " Here is one more. ", " The next one: ", " Keep it in mind. ")
-"""Words before the first entry, and between two."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Item:
-    """A question about an album: its pictures and pages, and the prompt that shows them."""
-
-    chunks: list[Segment]
-    prompt: list[Segment]
-    question: Question
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """One question under one policy."""
-
-    right: bool
-    kl: float
-    changed: bool
-    """Whether re-prefill says something else."""
-    reused: float
-    """Share of the prompt's tokens that were read, not computed."""
 
 
 def run(options: BenchOptions, tell: Callable[[str], None] = lambda stage: None) -> Report:
@@ -112,55 +92,20 @@ def run(options: BenchOptions, tell: Callable[[str], None] = lambda stage: None)
 
 
 def ask_model(ll: Looseleaf, name: str, count: int, seed: int, tell: Callable[[str], None]) -> list[dict[str, Any]]:
-    """All tasks of one model: a row for every task, number of hops and policy."""
+    """All tasks of one model: a row for every task, number of hops and arm."""
     rows = []
     for task in tasks(bounds_of(ll)):
         for hops in (1, 2):
-            outcomes: dict[str, list[Outcome]] = {}
-            for number, item in enumerate(items(bounds_of(ll), task, hops, count, seed)):
-                if number % math.ceil(count / 10) == 0:
-                    tell(f"{name}: {task}, {'single' if hops == 1 else 'multi'}-hop, question {number + 1} of {count}")
-                for arm, outcome in ask(ll, item).items():
-                    outcomes.setdefault(arm, []).append(outcome)
+            arms: dict[str, list[Arm]] = {}
+            for number, some in enumerate(batches(items(bounds_of(ll), task, hops, count, seed))):
+                done = number * TOGETHER
+                tell(f"{name}: {task}, {'single' if hops == 1 else 'multi'}-hop, question {done + 1} of {count}")
+                for found in ask(ll, some):
+                    for arm, one in found.items():
+                        arms.setdefault(arm, []).append(one)
             where = {"model": name, "task": task, "hops": hops}
-            rows += [{**where, "policy": arm, **one} for arm, one in score(outcomes).items()]
+            rows += [{**where, "policy": arm, **one} for arm, one in score(arms).items()]
     return rows
-
-
-def bounds_of(ll: Looseleaf) -> Bounds:
-    """What a model's family is measured on."""
-    family = ll.adapter.model.config.model_type
-    if family not in HELD_OUT:
-        raise ConfigError(f"bench reuse has no questions for {family} models; it has some for {', '.join(HELD_OUT)}")
-    return HELD_OUT[family]
-
-
-def tasks(bounds: Bounds) -> list[str]:
-    """The tasks a model was trained on."""
-    return [task for task in HEADLINE if bounds.counts_of(task)]
-
-
-def items(bounds: Bounds, task: str, hops: int, count: int, seed: int) -> Iterator[Item]:
-    """`count` held-out questions, each about an album of its own; albums without such a question are passed over."""
-    split, made = held_out(), 0
-    for number in range(100 * count):
-        chance = split.chance("reuse", seed, task, hops, number)
-        frames = task in ("clip", "stream")
-        size = (bounds.frame_side,) * 2 if frames else bounds.sizes[number % len(bounds.sizes)]
-        album = task_album(task, chance, split, size, chance.choice(bounds.counts_of(task)))
-        question = headline_question(task, hops, album, chance, split)
-        if question is None:
-            continue
-        chunks: list[Segment] = [as_segment(entry) for entry in album.entries]
-        prompt: list[Segment] = []
-        for chunk in chunks:
-            words = chance.choice(GAPS if prompt else OPENINGS)
-            words = words.rstrip(" ") if isinstance(chunk, Document) else words  # a page starts a line of its own
-            prompt += [words, chunk] if words else [chunk]
-        yield Item(chunks=chunks, prompt=[*prompt, question.text], question=question)
-        made += 1
-        if made == count:
-            return
 
 
 def policies(prompt: Prompt, layout: KVLayout) -> dict[str, Policy]:
@@ -179,73 +124,46 @@ def policies(prompt: Prompt, layout: KVLayout) -> dict[str, Policy]:
         "layer-adaptive": LayerAdaptive(ratio=SHARE),
         "query-aware": QueryAware(ratio=SHARE),
         "deep-layers": DeepLayers(from_layer=layers // 2),
-        **{f"patch {share:.0%}": Patched(share=share) for share in PATCH_SHARES},
-        DEEP_PATCH: Patched(share=PATCH_SHARES[-1], from_layer=layers // 2),
         "low-rank-keys": LowRankKeys(rank=max(1, round(SHARE * tokens * width / (tokens + width)))),
     }
 
 
-def ask(ll: Looseleaf, item: Item) -> dict[str, Outcome]:
-    """One question under every policy, its chunks stored before."""
-    ll.warm(item.chunks, layers=(len(ll.adapter.layout.layers) // 2,))
-    prompt = ll.builder.build(item.prompt)
-    arms = policies(prompt, ll.adapter.layout)
+def ask(ll: Looseleaf, asked: Sequence[Item]) -> list[dict[str, Arm]]:
+    """Questions under every policy and with patches, their chunks stored before."""
+    middle = len(ll.adapter.layout.layers) // 2
+    cases = make_cases(ll, asked, layers=(middle,))
     computed = ll.linker.counters.chunks_computed
-    for policy in arms.values():
-        if policy.patch is not None:
-            ll.ask(item.prompt, policy=policy, max_tokens=1)  # who computes a chunk in context leaves its patch behind
-    ll.settle()
-    asked = {arm: ll.request(item.prompt, policy=policy, max_tokens=MAX_TOKENS) for arm, policy in arms.items()}
-    asked[NOISE] = ll.request(item.prompt, policy=arms[CEILING], max_tokens=MAX_TOKENS, start_pos=MOVED)
-    answers = answer_all(ll, asked)
-    told = answers[CEILING].token_ids
-    ceiling = ll.reference.along(prompt, arms[CEILING], told)
-    outcomes = {}
-    for arm, answer in answers.items():
-        logits = ceiling
-        if arm == NOISE:
-            logits = ll.reference.along(asked[NOISE].prompt, arms[CEILING], told, max_rows=PIECE)
-        elif arm != CEILING:
-            logits = ll.reference.along(prompt, arms[arm], told)
-        usage = answer.usage
-        outcomes[arm] = Outcome(
-            right=answer.text.strip() == item.question.answer,
-            kl=divergence(ceiling, logits),
-            changed=answer.text != answers[CEILING].text,
-            reused=(usage.exact_tokens + usage.relocated_tokens + usage.patched_tokens) / usage.prompt_tokens,
+    tries = []
+    for case in cases:
+        ways = {arm: Try(policy=policy) for arm, policy in policies(case.prompt, ll.adapter.layout).items()}
+        for share, patches in patches_of(case).items():
+            ways[f"patch {share:.0%}"] = Try(patches=patches)
+        ways[DEEP_PATCH] = Try(
+            patches={at: cut(one, share=1, from_layer=middle) for at, one in patches_of(case)[SHARE].items()}
         )
-    assert outcomes[BLIND].reused > 0, "nothing was reused: there is nothing to measure"
+        moved = ll.builder.build(case.item.prompt, start_pos=MOVED)
+        ways[NOISE] = Try(policy=Reprefill(), prompt=moved, max_rows=PIECE)
+        tries.append(ways)
+    found = try_all(ll, cases, tries)
+    assert all(arms[BLIND].reused > 0 for arms in found), "nothing was reused: there is nothing to measure"
     assert ll.linker.counters.chunks_computed == computed, "a stored chunk was computed again"
-    return outcomes
+    return found
 
 
-def answer_all(ll: Looseleaf, asked: Mapping[str, Request]) -> dict[str, Answer]:
-    """Greedy answers of the engine to several requests at once."""
-    jobs = {name: ll.engine.submit(request) for name, request in asked.items()}
-    while ll.engine.step():
-        pass
-    answers = {}
-    for name, job in jobs.items():
-        if job.error is not None:
-            raise job.error
-        assert job.answer is not None
-        answers[name] = job.answer
-    return answers
+def patches_of(case: Case) -> dict[float, dict[int, Patch]]:
+    """Patches of every chunk by share, as harvesting this very prompt would leave them."""
+    deficits = case.deficits()
+    largest = {at: patch_of(one, case.alone[at], share=PATCH_SHARES[-1]) for at, one in deficits.items()}
+    return {share: {at: cut(one, share=share) for at, one in largest.items()} for share in PATCH_SHARES}
 
 
-def divergence(reference: Tensor, arm: Tensor) -> float:
-    """KL(reference ‖ arm) of next-token distributions, mean over places. Logits [place, vocabulary]."""
-    expected, got = (torch.log_softmax(one.double(), dim=-1) for one in (reference, arm))
-    return max(0.0, float((expected.exp() * (expected - got)).sum(-1).mean()))
-
-
-def score(outcomes: Mapping[str, Sequence[Outcome]]) -> dict[str, dict[str, Any]]:
+def score(arms: Mapping[str, Sequence[Arm]]) -> dict[str, dict[str, Any]]:
     """Figures of every arm over the same questions."""
-    blind = outcomes[BLIND]
+    blind = arms[BLIND]
     flips = [at for at, one in enumerate(blind) if one.changed]
-    kl = {arm: sum(one.kl for one in each) / len(each) for arm, each in outcomes.items()}
+    kl = {arm: mean_kl(each) for arm, each in arms.items()}
     figures = {}
-    for arm, each in outcomes.items():
+    for arm, each in arms.items():
         share = Share(right=sum(one.right for one in each), n=len(each))
         low, high = share.interval
         figures[arm] = {
@@ -261,11 +179,6 @@ def score(outcomes: Mapping[str, Sequence[Outcome]]) -> dict[str, dict[str, Any]
             "reused": sum(one.reused for one in each) / len(each),
         }
     return figures
-
-
-def closed(kl: float, blind: float, noise: float) -> float | None:
-    """η, the share of blind reuse's KL an arm closes; None where blind reuse loses nothing worth closing."""
-    return 1 - kl / blind if blind > max(noise, LITTLE) else None
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -9,8 +9,8 @@ before it is served.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,8 +18,11 @@ from PIL import Image as PILImages
 from torch import Tensor
 
 from looseleaf.errors import ModelError, UnsupportedModelError
+from looseleaf.kv.attention import Capture
+from looseleaf.kv.layout import KVRows
+from looseleaf.kv.records import Patch
 from looseleaf.link.linker import Keep, Linker
-from looseleaf.link.plan import plan_link
+from looseleaf.link.plan import Plan, plan_link
 from looseleaf.link.policies import FullReuse, Policy, Reprefill
 from looseleaf.link.sequence import Linked
 from looseleaf.model.lane import Entry, Lane
@@ -36,6 +39,23 @@ class Stock:
 
     prompt: Prompt
     inputs: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A prompt linked by a policy, and an answer put behind it whatever the logits say."""
+
+    prompt: Prompt
+    policy: Policy
+    answer: tuple[int, ...] = (0,)
+    patches: Mapping[int, Patch] = field(default_factory=dict)
+    """By a chunk's first slot: put on beside what the policy brings."""
+    max_rows: int | None = None
+    """The prompt is computed in pieces of so many rows."""
+    rows: KVRows | None = None
+    """With room for the whole prompt: its rows are written here, keys un-rotated, when it is computed in one piece."""
+    tamper: Callable[[Linked], None] | None = None
+    """Plants a mistake."""
 
 
 class Reference:
@@ -88,35 +108,57 @@ class Reference:
 
     def ours(self, prompt: Prompt, policy: Policy, *, tamper: Callable[[Linked], None] | None = None) -> Tensor:
         """Logits [vocabulary] of the first answered token, linked by a policy. `tamper` plants a mistake."""
-        return self.along(prompt, policy, (0,), tamper=tamper)[0]
+        return self.along([Way(prompt=prompt, policy=policy, tamper=tamper)])[0][0]
 
-    @torch.inference_mode()
-    def along(
-        self, prompt: Prompt, policy: Policy, answer: Sequence[int], *, max_rows: int | None = None,
-        tamper: Callable[[Linked], None] | None = None,
-    ) -> Tensor:  # fmt: skip
-        """Logits [answered token, vocabulary] from which each token of a given answer would be chosen.
-
-        The prompt is linked by a policy and computed in pieces of `max_rows`; the answer's tokens are put behind it
-        whatever the logits say, so that policies are compared at the same places.
-        """
+    def plan(self, prompt: Prompt, policy: Policy) -> Plan:
+        """What a policy reads and computes of a prompt now."""
         lookup = self.linker.lookup(prompt, policy)
         layers = len(self.adapter.layout.layers)
-        plan = plan_link(prompt, lookup, policy, layers=layers, canonical=self.linker.canonical)
-        decoder, told = self.adapter.decoder, list(answer[:-1])
-        linked = self.linker.link(prompt, plan, capacity=len(prompt) + len(told), keep=Keep())
-        if tamper is not None:
-            tamper(linked)
-        while not linked.ready:
-            (hidden,) = decoder.run([linked.take(max_rows or self.linker.max_rows)])
-        hidden = hidden[-1:]
-        if told:
-            slots = list(range(len(prompt), len(prompt) + len(told)))
-            entry = Entry(slots=slots, hidden=decoder.embed(torch.tensor(told, device=self.adapter.device)))
-            (behind,) = decoder.run([Lane(table=linked.table, positions=linked.positions, entries={0: entry})])
-            hidden = torch.cat((hidden, behind))
-        linked.release()
-        return decoder.logits(hidden)
+        return plan_link(prompt, lookup, policy, layers=layers, canonical=self.linker.canonical)
+
+    @torch.inference_mode()
+    def along(self, ways: Sequence[Way]) -> list[Tensor]:
+        """Logits [answered token, vocabulary] from which each token of each way's answer would be chosen.
+
+        All ways share their passes. Since answers are given, ways are compared at the same places.
+        """
+        decoder = self.adapter.decoder
+        linked = [self._link(way) for way in ways]
+        last: list[Tensor] = [torch.empty(0)] * len(ways)
+        while waiting := [at for at, one in enumerate(linked) if not one.ready]:
+            lanes = [self._take(ways[at], linked[at]) for at in waiting]
+            for at, hidden in zip(waiting, decoder.run(lanes), strict=True):
+                last[at] = hidden[-1:]
+        longer = [at for at, way in enumerate(ways) if len(way.answer) > 1]
+        lanes = [self._answer(ways[at], linked[at]) for at in longer]
+        for at, hidden in zip(longer, decoder.run(lanes) if lanes else [], strict=True):
+            last[at] = torch.cat((last[at], hidden))
+        for one in linked:
+            one.release()
+        if not ways:
+            return []
+        return list(torch.split(decoder.logits(torch.cat(last)), [len(one) for one in last]))
+
+    def _link(self, way: Way) -> Linked:
+        capacity = len(way.prompt) + len(way.answer) - 1
+        linked = self.linker.link(way.prompt, self.plan(way.prompt, way.policy), capacity=capacity, keep=Keep())
+        linked.patches.update(way.patches)
+        if way.tamper is not None:
+            way.tamper(linked)
+        return linked
+
+    def _take(self, way: Way, linked: Linked) -> Lane:
+        lane = linked.take(way.max_rows or self.linker.max_rows)
+        if way.rows is not None:
+            lane.capture = Capture(rows=way.rows)
+        return lane
+
+    def _answer(self, way: Way, linked: Linked) -> Lane:
+        """A lane of the given answer's tokens behind the prompt."""
+        told = torch.tensor(way.answer[:-1], device=self.adapter.device)
+        slots = list(range(len(way.prompt), len(way.prompt) + len(told)))
+        entry = Entry(slots=slots, hidden=self.adapter.decoder.embed(told))
+        return Lane(table=linked.table, positions=linked.positions, entries={0: entry})
 
     def blind(self, given: Stock) -> Tensor:
         """Logits [vocabulary] of one stock forward that must equal blind reuse (Kamera §2, C.4).

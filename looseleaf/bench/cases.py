@@ -1,0 +1,239 @@
+"""Held-out questions, each computed in context once, and what an answer loses when it is reached another way.
+
+A case is a question's prompt with re-prefill's answer, its distributions, and every chunk's rows there and alone. A way
+is a policy, or blind reuse with patches made by hand. Both are compared along re-prefill's own answer: greedy decoding
+repeats that answer exactly when its token is the likeliest at every place. Many cases share a pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from looseleaf.engine.request import Answer
+from looseleaf.errors import ConfigError
+from looseleaf.kv.layout import KVRows
+from looseleaf.kv.records import ChunkKV, Patch
+from looseleaf.link.policies import FullReuse, Policy, Reprefill
+from looseleaf.link.reference import Way
+from looseleaf.patch.deficit import Deficit, find_deficit
+from looseleaf.prompt.chunks import Prompt, Span
+from looseleaf.prompt.segments import Document, Segment
+from looseleaf.system import Looseleaf
+from looseleaf.workloads.albums import HEADLINE, as_segment, headline_question, task_album
+from looseleaf.workloads.bounds import HELD_OUT, Bounds
+from looseleaf.workloads.questions import Question, held_out
+
+CONTROL = "documents as text"
+MAX_TOKENS = 16
+LITTLE = 1e-3
+"""Nats: a smaller loss is none, and a share of it would mean nothing."""
+TOGETHER = 8
+"""Cases that share a pass."""
+OPENINGS = ("", "", "Look at these. ", "Please look: ")
+GAPS = ("", "", "", " and ", "\n", " Here is one more. ", " The next one: ", " Keep it in mind. ")
+"""Words before the first entry, and between two."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """A question about an album: its pictures and pages, and the prompt that shows them."""
+
+    chunks: list[Segment]
+    prompt: list[Segment]
+    question: Question
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """An item's prompt computed in context."""
+
+    item: Item
+    prompt: Prompt
+    told: tuple[int, ...]
+    """Re-prefill's answer."""
+    right: bool
+    """Whether that is the right one."""
+    ceiling: Tensor
+    """[answered token, vocabulary]"""
+    conditioned: Mapping[int, KVRows]
+    """By a chunk's first slot: its rows in this context, keys un-rotated."""
+    alone: Mapping[int, KVRows]
+
+    def deficits(self) -> dict[int, Deficit]:
+        """What context adds to each chunk."""
+        return {start: find_deficit(rows, self.alone[start]) for start, rows in self.conditioned.items()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arm:
+    """One case reached one way."""
+
+    right: bool
+    kl: float
+    changed: bool
+    """Whether re-prefill says something else."""
+    reused: float = 0.0
+    """Share of the prompt's tokens that were read, not computed."""
+
+
+def bounds_of(ll: Looseleaf) -> Bounds:
+    """What a model's family is measured on."""
+    family = ll.adapter.model.config.model_type
+    if family not in HELD_OUT:
+        raise ConfigError(f"this bench has no questions for {family} models; it has some for {', '.join(HELD_OUT)}")
+    return HELD_OUT[family]
+
+
+def tasks(bounds: Bounds) -> list[str]:
+    """The tasks a model was trained on."""
+    return [task for task in HEADLINE if bounds.counts_of(task)]
+
+
+def items(bounds: Bounds, task: str, hops: int, count: int, seed: int) -> Iterator[Item]:
+    """`count` held-out questions, each about an album of its own; albums without such a question are passed over."""
+    split, made = held_out(), 0
+    for number in range(100 * count):
+        chance = split.chance("reuse", seed, task, hops, number)
+        frames = task in ("clip", "stream")
+        size = (bounds.frame_side,) * 2 if frames else bounds.sizes[number % len(bounds.sizes)]
+        album = task_album(task, chance, split, size, chance.choice(bounds.counts_of(task)))
+        question = headline_question(task, hops, album, chance, split)
+        if question is None:
+            continue
+        chunks: list[Segment] = [as_segment(entry) for entry in album.entries]
+        prompt: list[Segment] = []
+        for chunk in chunks:
+            words = chance.choice(GAPS if prompt else OPENINGS)
+            words = words.rstrip(" ") if isinstance(chunk, Document) else words  # a page starts a line of its own
+            prompt += [words, chunk] if words else [chunk]
+        yield Item(chunks=chunks, prompt=[*prompt, question.text], question=question)
+        made += 1
+        if made == count:
+            return
+
+
+def batches(things: Iterator[T], size: int = TOGETHER) -> Iterator[list[T]]:
+    """A few at a time."""
+    while some := list(islice(things, size)):
+        yield some
+
+
+def make_cases(ll: Looseleaf, asked: Sequence[Item], *, layers: Sequence[int] = ()) -> list[Case]:
+    """Compute items' prompts in context, their chunks alone (with states at `layers`), and re-prefill's answers."""
+    ll.warm([chunk for item in asked for chunk in item.chunks], layers=layers)
+    requests = [ll.request(item.prompt, policy=Reprefill(), max_tokens=MAX_TOKENS) for item in asked]
+    answers = answer_all(ll, asked)
+    caught = [KVRows(ll.adapter.layout, len(one.prompt), ll.adapter.device) for one in requests]
+    ways = [
+        Way(prompt=one.prompt, policy=Reprefill(), answer=answer.token_ids, rows=rows)
+        for one, answer, rows in zip(requests, answers, caught, strict=True)
+    ]
+    ceilings = ll.reference.along(ways)
+    return [
+        Case(
+            item=item, prompt=one.prompt, told=answer.token_ids, right=answer.text.strip() == item.question.answer,
+            ceiling=ceiling, conditioned={span.start: part(rows, span) for span in one.prompt.chunks},
+            alone={span.start: rows_alone(ll, span) for span in one.prompt.chunks},
+        )
+        for item, one, answer, ceiling, rows in zip(asked, requests, answers, ceilings, caught, strict=True)
+    ]  # fmt: skip
+
+
+def answer_all(ll: Looseleaf, asked: Sequence[Item]) -> list[Answer]:
+    """Re-prefill's greedy answers of the engine, in one batch."""
+    replies = [ll.submit(item.prompt, policy=Reprefill(), max_tokens=MAX_TOKENS) for item in asked]
+    return [reply.result() for reply in replies]
+
+
+def rows_alone(ll: Looseleaf, span: Span) -> KVRows:
+    """A stored chunk's rows."""
+    assert span.chunk is not None
+    record = ll.store.get(ll.linker.keys.kv(span.chunk))
+    assert isinstance(record, ChunkKV), "the chunk is not stored: there is nothing to compare with"
+    return record.rows
+
+
+def part(rows: KVRows, span: Span) -> KVRows:
+    """A span's rows of a prompt's, as views."""
+    return KVRows.of_views(
+        rows.layout,
+        [one[:, span.start : span.stop] for one in rows.keys],
+        [one[:, span.start : span.stop] for one in rows.values],
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Try:
+    """A way to a case's answer: a policy, and patches put on by hand."""
+
+    policy: Policy = field(default_factory=FullReuse)
+    patches: Mapping[int, Patch] = field(default_factory=dict)
+    """By a chunk's first slot."""
+    prompt: Prompt | None = None
+    """Instead of the case's own."""
+    max_rows: int | None = None
+
+    def way(self, case: Case, answer: Sequence[int]) -> Way:
+        """As the reference takes it."""
+        return Way(
+            prompt=self.prompt or case.prompt, policy=self.policy, answer=tuple(answer), patches=self.patches,
+            max_rows=self.max_rows,
+        )  # fmt: skip
+
+
+def try_all(ll: Looseleaf, cases: Sequence[Case], tries: Sequence[Mapping[str, Try]]) -> list[dict[str, Arm]]:
+    """Every case in each of its ways, all in one pass; a second for answers that changed from a wrong one."""
+    flat = [(at, name, one) for at, ways in enumerate(tries) for name, one in ways.items()]
+    logits = ll.reference.along([one.way(cases[at], cases[at].told) for at, _, one in flat])
+    changed = [one.argmax(-1).tolist() != list(cases[at].told) for (at, _, _), one in zip(flat, logits, strict=True)]
+    open_ = [number for number, (at, _, _) in enumerate(flat) if changed[number] and not cases[at].right]
+    wanted = {at: _wanted(ll, cases[at]) for at in {flat[number][0] for number in open_}}
+    said = ll.reference.along(
+        [flat[number][2].way(cases[flat[number][0]], wanted[flat[number][0]]) for number in open_]
+    )
+    found: list[dict[str, Arm]] = [{} for _ in cases]
+    for number, ((at, name, one), its) in enumerate(zip(flat, logits, strict=True)):
+        case = cases[at]
+        right = case.right and not changed[number]
+        if number in open_:
+            *words, end = said[open_.index(number)].argmax(-1).tolist()
+            right = words == wanted[at][:-1] and end in ll.adapter.eos_ids
+        found[at][name] = Arm(
+            right=right, kl=divergence(case.ceiling, its), changed=changed[number], reused=_reused(ll, case, one)
+        )
+    return found
+
+
+def _wanted(ll: Looseleaf, case: Case) -> list[int]:
+    """The right answer's tokens, and one that ends it."""
+    ids = ll.adapter.tokenizer(case.item.question.answer, add_special_tokens=False)["input_ids"]
+    return [*ids, min(ll.adapter.eos_ids)]
+
+
+def _reused(ll: Looseleaf, case: Case, one: Try) -> float:
+    count = ll.reference.plan(case.prompt, one.policy).count()
+    return (count.exact + count.relocated + count.patched) / len(case.prompt)
+
+
+def divergence(reference: Tensor, arm: Tensor) -> float:
+    """KL(reference ‖ arm) of next-token distributions, mean over places. Logits [place, vocabulary]."""
+    expected, got = (torch.log_softmax(one.double(), dim=-1) for one in (reference, arm))
+    return max(0.0, float((expected.exp() * (expected - got)).sum(-1).mean()))
+
+
+def closed(kl: float, blind: float, noise: float = 0.0) -> float | None:
+    """η, the share of blind reuse's KL an arm closes; None where blind reuse loses nothing worth closing."""
+    return 1 - kl / blind if blind > max(noise, LITTLE) else None
+
+
+def mean_kl(arms: Sequence[Arm]) -> float:
+    """Over cases."""
+    return sum(one.kl for one in arms) / len(arms)

@@ -1,0 +1,131 @@
+"""The benches about patches: a full patch is re-prefill, none is blind reuse, and every key is printed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from looseleaf import Looseleaf, Patched
+from looseleaf.bench import cases, rank
+from looseleaf.bench.cases import Arm, Case, Try, closed, items, make_cases, mean_kl, try_all
+from looseleaf.bench.reorder import draw
+from looseleaf.bench.reuse import patches_of
+from looseleaf.cli import main
+from looseleaf.kv.records import Patch
+from looseleaf.link.policies import FullReuse, Reprefill
+from looseleaf.link.reference import Way
+from looseleaf.patch.basis import learn_basis
+from looseleaf.patch.form import patch_of
+from looseleaf.workloads.albums import HEADLINE
+from looseleaf.workloads.bounds import HELD_OUT
+
+
+@pytest.fixture(scope="module")
+def made(opened: Callable[..., Looseleaf]) -> tuple[Looseleaf, list[Case]]:
+    ll = opened()
+    return ll, make_cases(ll, list(items(HELD_OUT["qwen2_5_vl"], "clip", 2, 2, 0)))
+
+
+def test_a_full_patch_is_re_prefill_and_none_is_blind_reuse(made: tuple[Looseleaf, list[Case]]) -> None:
+    ll, asked = made
+    tries = [
+        {
+            "whole": Try(patches={at: patch_of(one, case.alone[at], share=1) for at, one in case.deficits().items()}),
+            "none": Try(),
+            "policy": Try(policy=FullReuse()),
+            "all": Try(policy=Reprefill()),
+        }
+        for case in asked
+    ]
+    for case, arms in zip(asked, try_all(ll, asked, tries), strict=True):
+        assert arms["whole"].kl < 1e-6
+        assert not arms["whole"].changed
+        assert arms["none"] == arms["policy"]
+        assert arms["none"].kl > 1e-4
+        assert arms["all"].kl < 1e-9
+        assert arms["all"].right == case.right
+
+
+def test_together_is_as_alone(made: tuple[Looseleaf, list[Case]]) -> None:
+    ll, asked = made
+    ways = [Way(prompt=case.prompt, policy=FullReuse(), answer=case.told) for case in asked]
+    for way, together in zip(ways, ll.reference.along(ways), strict=True):
+        assert cases.divergence(ll.reference.along([way])[0], together) < 1e-9
+
+
+def test_patches_made_by_hand_are_those_a_request_leaves_behind(made: tuple[Looseleaf, list[Case]]) -> None:
+    ll, (case, _) = made
+    policy = Patched(share=0.25)
+    ll.ask(case.item.prompt, policy=policy, max_tokens=1)
+    ll.settle()
+    by_hand, harvested = ll.reference.along([
+        Way(prompt=case.prompt, policy=FullReuse(), answer=case.told, patches=patches_of(case)[0.25]),
+        Way(prompt=case.prompt, policy=policy, answer=case.told),
+    ])  # fmt: skip
+    assert ll.reference.plan(case.prompt, policy).count().patched
+    assert cases.divergence(by_hand, harvested) < 1e-6
+
+
+def test_more_bytes_close_more_and_everything_closes_everything(
+    made: tuple[Looseleaf, list[Case]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ll, (case, _) = made
+    monkeypatch.setattr(rank, "SHARES", (0.06, 0.5, 1.0))
+    ways = rank.ways(ll, case, learn_basis(case.deficits().values()))
+    (found,) = try_all(ll, [case], [{f"{arm} {share}": one for (arm, share), one in ways.items()}])
+    for arm in ("patch", "home frame", "shared basis", "oracle tokens", "first tokens"):
+        assert found[f"{arm} 1.0"].kl < 1e-3 * found["blind 0.0"].kl + 1e-7, arm
+    assert found["patch 0.5"].kl < found["blind 0.0"].kl
+
+
+def test_smaller_patches_are_cut_from_larger_ones(made: tuple[Looseleaf, list[Case]]) -> None:
+    _, (case, _) = made
+    small, large = patches_of(case).values()
+    page = sum(rows.nbytes for rows in case.alone.values())
+
+    def size(patches: dict[int, Patch]) -> int:
+        return sum(one.nbytes for one in patches.values())
+
+    assert size(small) < size(large) <= 0.25 * page
+
+
+def test_eta_is_of_all_cases_together() -> None:
+    blind = [Arm(kl=0.3, changed=True, right=False), Arm(kl=0.1, changed=False, right=True)]
+    half = [Arm(kl=0.1, changed=False, right=True), Arm(kl=0.1, changed=False, right=True)]
+    assert closed(mean_kl(half), mean_kl(blind)) == pytest.approx(0.5)
+    assert closed(mean_kl(blind), mean_kl(blind)) == 0
+    assert closed(0.1, 0.2, noise=0.3) is None
+    assert closed(1e-6, 1e-5) is None
+
+
+def test_the_patched_picture_comes_last_and_those_in_front_change_places() -> None:
+    for one in draw(HELD_OUT["qwen2_5_vl"], 3, 2, 0):
+        assert len(one.before) == 3
+        item = one.ordered((2, 0, 1))
+        assert item.chunks == [one.before[2], one.before[0], one.before[1], one.last]
+        assert item.prompt[-1] == one.item.question.text
+
+
+@pytest.mark.parametrize(
+    ("bench", "keys"),
+    [
+        ("rank", ("knee_rank", "deep_half_eta", "shared_basis_eta", "oracle_half_tokens_eta")),
+        ("reorder", ("eta_exact", "eta_orbit", "eta_transfer")),
+    ],
+)
+def test_every_key_is_printed(
+    bench: str, keys: tuple[str, ...], capsys: pytest.CaptureFixture[str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(cases, "HEADLINE", {task: HEADLINE[task] for task in ("clip", "documents as text")})
+    plot = tmp_path / "plot.png"
+    assert main(["bench", bench, "--quick", "--model", "tiny:qwen3_vl", "--plot", str(plot)]) == 0
+    printed: dict[str, Any] = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    summary = printed["summary"]["tiny:qwen3_vl"]
+    summary = summary.get("K=3", summary)
+    assert set(keys) <= set(summary)
+    assert plot.stat().st_size > 1000
