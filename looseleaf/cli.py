@@ -34,7 +34,8 @@ BENCHES = {"exact": "does reuse machinery change anything when it must not?",
            "ttft": "what does each policy save, and how far is it from the floor?",
            "reuse": "what does each policy cost in accuracy?",
            "rank": "how does recovery grow with rank, depth, basis and tokens?",
-           "reorder": "does one orbit patch serve every order?"}  # fmt: skip
+           "reorder": "does one orbit patch serve every order?",
+           "amortize": "after how many reuses is a patch paid?"}  # fmt: skip
 COUNTING = ("reuse", "rank", "reorder")
 """Benches that ask questions of trained models."""
 
@@ -157,8 +158,8 @@ def _add_bench(commands: Any) -> None:
     bench.add_argument("name", choices=list(BENCHES), help="which question to answer")
     bench.add_argument(
         "--model", action="append", default=[], dest="models", metavar="MODEL",
-        help="instead of the bench's own: a family (exact), a model folder (ttft), or an embedded model's name, "
-        "tiny:FAMILY or a folder (reuse, rank, reorder); all but ttft take several: --model A --model B",
+        help="instead of the bench's own: a family (exact), a model folder (ttft, amortize), or an embedded model's "
+        "name, tiny:FAMILY or a folder (reuse, rank, reorder); those and exact take several: --model A --model B",
     )  # fmt: skip
     bench.add_argument("--device", default="cpu", help="cpu, cuda, … (default: %(default)s)")
     bench.add_argument("--seed", type=int, default=0, help="of prompts, images and weights")
@@ -267,8 +268,8 @@ def _bench(options: argparse.Namespace) -> None:
     for name, benches in takers.items():
         if getattr(options, name) is not None and options.name not in benches:
             raise ConfigError(f"bench {options.name} takes no --{name}; bench {' and '.join(benches)} do")
-    if options.name == "ttft" and len(options.models) > 1:
-        raise ConfigError(f"bench ttft times one model, got {len(options.models)}")
+    if options.name in ("ttft", "amortize") and len(options.models) > 1:
+        raise ConfigError(f"bench {options.name} times one model, got {len(options.models)}")
     bench = importlib.import_module(f"looseleaf.bench.{options.name}")
     given = BenchOptions(
         models=tuple(options.models), device=options.device, seed=options.seed, quick=options.quick,

@@ -136,13 +136,14 @@ def _ours(ll: Looseleaf, prompt: list[Segment], policy: Policy) -> Callable[[], 
 def _finish(ll: Looseleaf, jobs: list[Job]) -> None:
     while ll.engine.step():
         pass
-    _sync(ll)
+    sync(ll)
     for job in jobs:
         if job.error is not None:
             raise job.error
 
 
-def _sync(ll: Looseleaf) -> None:
+def sync(ll: Looseleaf) -> None:
+    """Wait for the device, if it is one that runs on by itself."""
     if ll.adapter.device.type == "cuda":
         torch.cuda.synchronize()
 
@@ -157,11 +158,11 @@ def _stock_rows(ll: Looseleaf, rows: int, context: int) -> Callable[[], float]:
         cache = _context(ll, 1, context) if context else DynamicCache()
         positions = torch.arange(context, context + rows, device=ll.adapter.device).expand(ll.adapter.axes, 1, -1)
         with stock_attention(ll.adapter.decoder):
-            _sync(ll)
+            sync(ll)
             started = time.perf_counter()
             out = parts.text(inputs_embeds=hidden, position_ids=positions, past_key_values=cache, use_cache=True)
             parts.head(out.last_hidden_state[:, -1:])
-            _sync(ll)
+            sync(ll)
             return time.perf_counter() - started
 
     return once
@@ -173,10 +174,10 @@ def _copy(ll: Looseleaf, tokens: int) -> Callable[[], float]:
     target = torch.empty_like(source)
 
     def once() -> float:
-        _sync(ll)
+        sync(ll)
         started = time.perf_counter()
         target.copy_(source)
-        _sync(ll)
+        sync(ll)
         return time.perf_counter() - started
 
     return once
@@ -197,7 +198,7 @@ def _our_decode(ll: Looseleaf, prompt: list[Segment], count: int, tokens: int) -
     request = ll.request(prompt, policy=FullReuse(), max_tokens=tokens + 1, ignore_eos=True)
     jobs = [ll.engine.submit(request) for _ in range(count)]
     ll.engine.step()  # links and prefills every request of the batch, and answers its first token
-    _sync(ll)
+    sync(ll)
     started = time.perf_counter()
     _finish(ll, jobs)
     return (time.perf_counter() - started) / tokens
@@ -234,7 +235,7 @@ class _Clock:
         self._ll = ll
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        _sync(self._ll)
+        sync(self._ll)
         self.seen.append(time.perf_counter())
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 

@@ -16,8 +16,8 @@ from looseleaf.patch.deficit import Deficit, find_deficit
 
 SPARE, ROUNDS = 8, 2
 """Directions a randomised decomposition looks for beyond those kept, and its power iterations."""
-WORTH = 8
-"""It is used where a matrix is this many times as wide as the directions looked for; below, LAPACK is as fast."""
+WORTH = 4
+"""It is used where a matrix is this many times as wide as the directions looked for."""
 
 
 def rank_within(share: float, tokens: int, width: int) -> int:
@@ -31,15 +31,26 @@ def rank_within(share: float, tokens: int, width: int) -> int:
 
 
 def factor(matrix: Tensor, rank: int) -> Factors:
-    """The best [token, width] matrix of at most that rank, as factors: the largest singular directions."""
-    rank = min(rank, *matrix.shape)
-    matrix = matrix.float()
-    if WORTH * (rank + SPARE) < min(matrix.shape):
-        left, sizes, right = torch.svd_lowrank(matrix, q=rank + SPARE, niter=ROUNDS)
-    else:
+    """The best [token, width] matrix of at most that rank, as factors: its largest singular directions, in order.
+
+    All of them by LAPACK; few by a randomised decomposition; some by the eigenvectors of the smaller of the two
+    products with itself, which takes a third of LAPACK's time and is as good wherever something is cut off.
+    """
+    matrix, rank = matrix.float(), min(rank, *matrix.shape)
+    tokens, width = matrix.shape
+    if rank == min(tokens, width):
         left, sizes, right_t = torch.linalg.svd(matrix, full_matrices=False)
-        right = right_t.mT
-    return Factors(left=(left * sizes)[:, :rank].contiguous(), right=right[:, :rank].contiguous())
+        return Factors(left=left * sizes, right=right_t.mT.contiguous())
+    if WORTH * (rank + SPARE) <= min(tokens, width):
+        left, sizes, right = torch.svd_lowrank(matrix, q=rank + SPARE, niter=ROUNDS)
+        return Factors(left=(left * sizes)[:, :rank].contiguous(), right=right[:, :rank].contiguous())
+    if width <= tokens:
+        right = torch.linalg.eigh(matrix.mT @ matrix).eigenvectors.flip(1)[:, :rank].contiguous()
+        return Factors(left=matrix @ right, right=right)
+    left = torch.linalg.eigh(matrix @ matrix.mT).eigenvectors.flip(1)[:, :rank]
+    right = matrix.mT @ left
+    sizes = right.norm(dim=0).clamp_min(1e-30)
+    return Factors(left=left * sizes, right=right / sizes)
 
 
 def form_patch(conditioned: KVRows, alone: KVRows, *, share: float, from_layer: int = 0) -> Patch:

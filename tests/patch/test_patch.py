@@ -51,10 +51,14 @@ def test_a_rank_stays_within_its_share_of_the_bytes(tokens: int, width: int, sha
     assert more > min(tokens, width) or more * (tokens + width) > share * tokens * width
 
 
-def test_factors_are_the_best_of_their_rank() -> None:
-    matrix = torch.randn(30, 12, generator=torch.Generator().manual_seed(1))
+@pytest.mark.parametrize("shape", [(30, 12), (12, 30)])
+def test_factors_are_the_best_of_their_rank(shape: tuple[int, int]) -> None:
+    matrix = torch.randn(*shape, generator=torch.Generator().manual_seed(1))
     for rank in (1, 5, 12):
         found = factor(matrix, rank)
+        sizes = found.left.norm(dim=0)
+        assert (sizes[:-1] >= sizes[1:] - 1e-5).all(), "the largest first: patches are cut from larger ones"
+        torch.testing.assert_close(found.right.mT @ found.right, torch.eye(rank), atol=1e-5, rtol=0)
         left = (matrix - found.left @ found.right.mT).square().sum()
         assert left == pytest.approx(float(torch.linalg.svdvals(matrix)[rank:].square().sum()), abs=1e-4)
         assert found.rank == rank
