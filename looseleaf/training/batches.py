@@ -91,7 +91,7 @@ def make_row(kind: str, writer: Writer, diet: Diet, level: Level, size: Size, ch
     make = makers.get(kind, _album_draft)
     while misses < 2:
         room, segments = diet.length - len(row.ids), SEGMENTS - len(row.sees)
-        if room < (LEAST_OF_SHORT if kind in ("line", "note") else 2 * LEAST):
+        if room < (LEAST_OF_SHORT if kind == "line" else 2 * LEAST):
             break
         draft = make(kind, writer, diet, level, size, chance, room)
         if draft is None or len(draft.sees) > segments:
@@ -112,7 +112,7 @@ def _album_draft(
     opening = writer.openings[0] if chance.random() < 0.6 else chance.choice(writer.openings)
     draft, seen = writer.lay_out(album.entries, sight, gaps, opening=opening, jumps=jumps)
     draft.at += chance.randrange(60) if chance.random() < 0.2 else 0
-    share, least = (0.3, LEAST_OF_NOTE) if kind in ("line", "note") else (diet.questions, LEAST)
+    share, least = (0.3, LEAST_OF_NOTE) if kind == "line" else (diet.questions, LEAST)
     return _fill(draft, seen, writer, album, level, sight, room, share, chance, least=least)
 
 

@@ -75,7 +75,7 @@ class Course:
         """`mixed`: shares of the batches that ask about everything; skills nobody needs there are left out."""
         self.levels = levels()
         self._mixed = {kind: share for kind, share in mixed.items() if share}
-        needless = {"streams": ("signs", "chains"), "lookups": ("search", "found")}
+        needless = {"streams": ("chains",), "lookups": ("search", "found")}
         left_out = {skill for kind, skills in needless.items() if kind not in self._mixed for skill in skills}
         self.skills = [skill for skill in DRILLS if skill not in left_out]
         self.right = dict.fromkeys(self.skills, 0.0)
@@ -146,7 +146,7 @@ def pick_size(kind: str, level: Level, bounds: Bounds, chance: Random) -> Size:
     """Of the pictures of one batch: half are of the usual size once that is among the level's."""
     if kind in ("clips", "streams") or (kind in DRILLS and DRILLS[kind].frames):
         return bounds.frame_side, bounds.frame_side
-    if kind == "line" or (kind == "note" and chance.random() < 0.3):
+    if kind == "line":
         return bounds.note
     sizes = sorted(bounds.sizes, key=lambda size: size[0] * size[1])[: level.sizes]
     return bounds.sizes[0] if bounds.sizes[0] in sizes and chance.random() < 0.5 else chance.choice(sizes)

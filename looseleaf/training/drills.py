@@ -63,17 +63,15 @@ DRILLS: dict[str, Drill] = {
     "events": Drill(world=_clip, asks=("form_events", "happened"), binds=True, frames=True),
     "changes": Drill(world=_pair, asks=("form_changes",), binds=True),
     "changed": Drill(world=_pair, asks=("changed_cell", "changed_to"), binds=True),
-    "things": Drill(world=_scenes, asks=("form_things", "where", "colour_of")),
-    "note": Drill(world=Note, asks=("form_note", "note")),
     "pages": Drill(world=Documents, asks=("form_ids", "form_values", "form_lines", "id_of")),
     "matches": Drill(world=Documents, asks=("form_matches", "value_of")),
-    "signs": Drill(world=_stream, asks=("form_signs", "sign"), frames=True),
-    "chains": Drill(world=_stream, asks=("form_chains", "sign_chain"), frames=True),
-    "when": Drill(world=_clip, asks=("form_when", "when"), frames=True),
-    "search": Drill(asks=("search",)),
     "found": Drill(asks=("found",)),
+    "when": Drill(world=_clip, asks=("form_when", "when"), frames=True),
+    "chains": Drill(world=_stream, asks=("form_chains", "form_signs", "sign", "sign_chain"), frames=True),
+    "search": Drill(asks=("search",)),
 }  # fmt: skip
-"""In the order in which they are taken up."""
+"""In the order in which they are taken up. What is not here (the thing of a name, the picture of a thing) comes with
+everything."""
 
 
 def drill_world(name: str, chance: Random, split: Split, size: Size) -> World:

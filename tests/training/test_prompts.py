@@ -145,7 +145,7 @@ def test_found_pages_answer_each_conversation_alone(default: Trainee) -> None:
 
 def test_skills_are_taken_up_one_by_one() -> None:
     course = Course({"pictures": 0.7, "clips": 0.3})
-    assert not {"signs", "chains", "search", "found"} & set(course.skills)
+    assert not {"chains", "search", "found"} & set(course.skills)
     assert course.shares == {"words": 1.0}
     assert not course.heed(50, 0.1, {"words": 0.9})
     assert course.heed(100, 0.1, {"words": 0.96})
