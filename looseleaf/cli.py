@@ -35,8 +35,9 @@ BENCHES = {"exact": "does reuse machinery change anything when it must not?",
            "reuse": "what does each policy cost in accuracy?",
            "rank": "how does recovery grow with rank, depth, basis and tokens?",
            "reorder": "does one orbit patch serve every order?",
+           "envelope": "how far may an antecedent drift before a patch harms?",
            "amortize": "after how many reuses is a patch paid?"}  # fmt: skip
-COUNTING = ("reuse", "rank", "reorder")
+COUNTING = ("reuse", "rank", "reorder", "envelope")
 """Benches that ask questions of trained models."""
 
 
@@ -159,15 +160,17 @@ def _add_bench(commands: Any) -> None:
     bench.add_argument(
         "--model", action="append", default=[], dest="models", metavar="MODEL",
         help="instead of the bench's own: a family (exact), a model folder (ttft, amortize), or an embedded model's "
-        "name, tiny:FAMILY or a folder (reuse, rank, reorder); those and exact take several: --model A --model B",
+        "name, tiny:FAMILY or a folder (all others); those and exact take several: --model A --model B",
     )  # fmt: skip
     bench.add_argument("--device", default="cpu", help="cpu, cuda, … (default: %(default)s)")
     bench.add_argument("--seed", type=int, default=0, help="of prompts, images and weights")
     bench.add_argument("--quick", action="store_true", help="within a minute or two on two cores, coarser")
     bench.add_argument(
-        "--count", type=int, help="reuse, rank, reorder: questions of each kind (default: 500, 200, 100)"
+        "--count", type=int, help="reuse, rank, reorder, envelope: questions of each kind (default: 500, 200, 100, 100)"
     )
-    bench.add_argument("--dtype", help="reuse, rank, reorder: float32, bfloat16 or float16 (default: float32)")
+    bench.add_argument(
+        "--dtype", help="reuse, rank, reorder, envelope: float32, bfloat16 or float16 (default: float32)"
+    )
     bench.add_argument(
         "--analyse", type=Path, metavar="FILE", help="reuse: also measure the shape of what reuse loses; drawn here"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from looseleaf import Looseleaf, Patched
 from looseleaf.bench import cases, rank
 from looseleaf.bench.cases import Arm, Case, Try, closed, items, make_cases, mean_kl, try_all
+from looseleaf.bench.envelope import DRIFTS, drifted
 from looseleaf.bench.reorder import draw
 from looseleaf.bench.reuse import patches_of
 from looseleaf.cli import main
@@ -110,11 +112,30 @@ def test_the_patched_picture_comes_last_and_those_in_front_change_places() -> No
         assert item.prompt[-1] == one.item.question.text
 
 
+def test_a_drift_changes_what_it_says_and_keeps_the_last_needed_picture() -> None:
+    (item,) = items(HELD_OUT["qwen2_5_vl"], "change", 2, 1, 0)
+    (other,) = items(HELD_OUT["qwen2_5_vl"], "change", 2, 1, 1)
+    last = item.chunks[max(item.question.needs)]
+    found = {drift: drifted(drift, item, other, Random(0)) for drift in DRIFTS}
+    for drift, moved in found.items():
+        if moved is not None:
+            assert last in moved.chunks, drift
+            assert moved.question == item.question
+    assert found["one more"] is not None
+    assert found["one more"].chunks == [other.chunks[0], *item.chunks]
+    assert found["other words"] is not None
+    assert found["other words"].chunks == item.chunks
+    assert found["other words"].prompt != item.prompt
+    assert found["replaced"] is not None
+    assert sum(one not in item.chunks for one in found["replaced"].chunks) == 1
+
+
 @pytest.mark.parametrize(
     ("bench", "keys"),
     [
         ("rank", ("knee_rank", "deep_half_eta", "shared_basis_eta", "oracle_half_tokens_eta")),
         ("reorder", ("eta_exact", "eta_orbit", "eta_transfer")),
+        ("envelope", ("eta", "update_eta")),
     ],
 )
 def test_every_key_is_printed(
