@@ -117,4 +117,16 @@ class Patch:
         return sum(one.nbytes for one in (*self.keys, *self.values) if one is not None)
 
 
-Record: TypeAlias = ChunkKV | Features | States | SequenceKV | Patch
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pointer:
+    """Where another record lies: its identity."""
+
+    identity: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return len(self.identity)
+
+
+Record: TypeAlias = ChunkKV | Features | States | SequenceKV | Patch | Pointer

@@ -12,15 +12,14 @@ from dataclasses import dataclass
 import torch
 
 from looseleaf.kv.layout import KVRows
-from looseleaf.kv.records import ChunkKV
+from looseleaf.kv.records import ChunkKV, Pointer
 from looseleaf.link.linker import Keep, Linker
 from looseleaf.link.policies import PatchForm
-from looseleaf.link.records import antecedents
+from looseleaf.link.records import Antecedent, antecedents
 from looseleaf.link.sequence import Linked
 from looseleaf.model.rotary import unrotate
 from looseleaf.patch.form import form_patch
 from looseleaf.prompt.chunks import Chunk, Span
-from looseleaf.store.protocol import Key
 
 MOST_BYTES = 256 * 2**20
 """Of rows that wait; beyond it the oldest are let go."""
@@ -35,7 +34,7 @@ class _Conditioned:
     chunk: Chunk
     rows: KVRows
     form: PatchForm
-    key: Key
+    antecedent: Antecedent
     keep: Keep
 
 
@@ -81,12 +80,12 @@ class Harvest:
         before = antecedents(linked.prompt)
         for span in linked.prompt.chunks:
             assert span.chunk is not None
-            key = linker.keys.patch(span.chunk, before[span.start], plan.patch)
+            antecedent = before[span.start]
+            key = linker.keys.patch(span.chunk, antecedent, plan.patch)
             if span.start not in computed or span.stop > linked.table.exact_tokens or linker.store.contains(key):
                 continue
-            self._add(
-                _Conditioned(chunk=span.chunk, rows=_unrotated(linked, span), form=plan.patch, key=key, keep=keep)
-            )
+            rows = _unrotated(linked, span)
+            self._add(_Conditioned(chunk=span.chunk, rows=rows, form=plan.patch, antecedent=antecedent, keep=keep))
 
     @torch.inference_mode()
     def work(self) -> bool:
@@ -100,7 +99,10 @@ class Harvest:
         alone = linker.store.get(linker.keys.kv(one.chunk))
         if isinstance(alone, ChunkKV):  # else the store is too small for it, and a patch would be of no use
             patch = form_patch(one.rows, alone.rows, share=one.form.share, from_layer=one.form.from_layer)
-            linker.store.put(one.key, patch, ttl_s=one.keep.ttl_s)
+            key = linker.keys.patch(one.chunk, one.antecedent, one.form)
+            linker.store.put(key, patch, ttl_s=one.keep.ttl_s)
+            near = linker.keys.close(one.chunk, one.antecedent, one.form)
+            linker.store.put(near, Pointer(identity=key.identity), ttl_s=one.keep.ttl_s)
             self.counters.patches += 1
             self.counters.patch_bytes += patch.nbytes
             self.counters.page_bytes += alone.nbytes

@@ -16,15 +16,15 @@ import torch
 from looseleaf.kv.attention import Capture
 from looseleaf.kv.layout import KVRows
 from looseleaf.kv.pool import SlabPool
-from looseleaf.kv.records import ChunkKV, Features, Patch, SequenceKV, States
+from looseleaf.kv.records import ChunkKV, Features, Patch, Pointer, SequenceKV, States
 from looseleaf.link.oracle import low_rank, most_attended
 from looseleaf.link.plan import Known, Lookup, Plan, Rows, compute_instead
 from looseleaf.link.policies import PatchForm, Policy
-from looseleaf.link.records import BLOCK, Keys, antecedents
+from looseleaf.link.records import BLOCK, Antecedent, Keys, antecedents
 from looseleaf.link.sequence import Linked
 from looseleaf.model.adapter import Adapter
 from looseleaf.prompt.chunks import Canonical, Chunk, Prompt, Span, assemble
-from looseleaf.store.protocol import Store
+from looseleaf.store.protocol import Key, Store
 
 
 @dataclass(kw_only=True)
@@ -63,9 +63,9 @@ class Linker:
         self.counters = Counters()
 
     def lookup(self, prompt: Prompt, policy: Policy) -> Lookup:
-        """What the store has for this prompt. Touches nothing."""
-        prefix, form = 0, policy.patch
-        before = antecedents(prompt) if form is not None else {}
+        """What the store has for this prompt. Reads nothing but pointers to close patches."""
+        prefix = 0
+        before = antecedents(prompt) if policy.patch is not None else {}
         if policy.uses_prefix:
             for key in self.keys.blocks(prompt):
                 if not self.store.contains(key):
@@ -73,7 +73,7 @@ class Linker:
                 prefix += BLOCK
         return Lookup(
             prefix_tokens=prefix,
-            chunks=tuple(self._known(span, form, before.get(span.start, "")) for span in prompt.chunks),
+            chunks=tuple(self._known(span, policy, before.get(span.start)) for span in prompt.chunks),
         )
 
     @torch.inference_mode()
@@ -127,14 +127,30 @@ class Linker:
         home_pos = len(self.canonical.ids)
         return Linked(self.adapter, self.pool, prompt, plan, capacity=capacity, home_pos=home_pos)
 
-    def _known(self, span: Span, form: PatchForm | None, antecedent: str) -> Known:
+    def _known(self, span: Span, policy: Policy, antecedent: Antecedent | None) -> Known:
         chunk = span.chunk
         assert chunk is not None
+        patch = ""
+        if policy.patch is not None and antecedent is not None:
+            found = self._find_patch(chunk, antecedent, policy.patch, close=policy.close)
+            patch = found[0] if found else ""
         return Known(
             kv=self.store.contains(self.keys.kv(chunk)),
             features=not chunk.visual or self.store.contains(self.keys.features(chunk)),
-            patch=form is not None and self.store.contains(self.keys.patch(chunk, antecedent, form)),
+            patch=patch,
         )
+
+    def _find_patch(
+        self, chunk: Chunk, antecedent: Antecedent, form: PatchForm, *, close: bool
+    ) -> tuple[str, Key] | None:
+        """The best patch there is, `exact` or `close`, and its key."""
+        key = self.keys.patch(chunk, antecedent, form)
+        if self.store.contains(key):
+            return "exact", key
+        if close and isinstance(pointer := self.store.get(self.keys.close(chunk, antecedent, form)), Pointer):
+            key = Key(pointer.identity, "patch")
+            return ("close", key) if self.store.contains(key) else None
+        return None
 
     def _fetch_prefix(self, linked: Linked) -> None:
         """Copy stored prefix rows into the table; a block that is gone ends the prefix there."""
@@ -172,7 +188,8 @@ class Linker:
         for span in linked.prompt.chunks:
             if span.start in patched:
                 assert span.chunk is not None
-                patch = self.store.get(self.keys.patch(span.chunk, before[span.start], plan.patch))
+                found = self._find_patch(span.chunk, before[span.start], plan.patch, close=plan.close)
+                patch = self.store.get(found[1]) if found else None
                 if isinstance(patch, Patch):
                     linked.patches[span.start] = patch
                 else:

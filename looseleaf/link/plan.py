@@ -21,8 +21,8 @@ class Known:
 
     kv: bool = False
     features: bool = False
-    patch: bool = False
-    """Whether there is one for this very antecedent, of the form the policy asks for."""
+    patch: str = ""
+    """The best there is of the form the policy asks for: `exact`, for this very antecedent, `close`, or none."""
     states: frozenset[int] = frozenset()
 
 
@@ -58,7 +58,8 @@ class Piece:
     exact: bool = True
     recomputed: int = 0
     """Of a reused chunk's tokens, how many are computed in context in at least one layer (selections: about)."""
-    patched: bool = False
+    patched: str = ""
+    """Whose patch a reused chunk gets: `exact`, `close`, or none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +74,7 @@ class Plan:
     relocate: bool = True
     keys_rank: int | None = None
     patch: PatchForm | None = None
+    close: bool = False
     two_step: bool = False
     exact_tokens: int = 0
     """Tokens before this one have exact rows; all behind are approximate."""
@@ -127,7 +129,7 @@ class Plan:
             if piece.recomputed:
                 doing += f", {piece.recomputed} tokens in context"
             if piece.patched:
-                doing += ", patched"
+                doing += ", patched" + ("" if piece.patched == "exact" else f" ({piece.patched})")
             lines.append(
                 f"  [{piece.start:>6}, {piece.stop:>6})  {piece.what:<8}  {doing}{'' if piece.exact else '  ~'}"
             )
@@ -175,6 +177,7 @@ def plan_link(prompt: Prompt, lookup: Lookup, policy: Policy, *, layers: int, ca
         relocate=policy.relocate,
         keys_rank=policy.keys_rank,
         patch=policy.patch,
+        close=policy.close,
         two_step=policy.two_step,
         exact_tokens=exact_tokens,
         missing=tuple(places[id(span)] for span in reused if policy.keys_rank is None and not known[id(span)].kv),
@@ -194,7 +197,7 @@ def _all_patched(prompt: Prompt, lookup: Lookup, prefix: int, canonical: Canonic
     ever be made of them.
     """
     return all(
-        known.patch or span.stop <= prefix or _at_home(span, prompt, canonical)
+        known.patch != "" or span.stop <= prefix or _at_home(span, prompt, canonical)
         for span, known in zip(prompt.chunks, lookup.chunks, strict=True)
     )
 
@@ -215,7 +218,7 @@ def _reuse(span: Span, known: Known, policy: Policy, prompt: Prompt, canonical: 
     exact = home and policy.keys_rank is None
     return Piece(
         start=span.start, stop=span.stop, what=span.chunk.kind, use="reuse", stored=known.kv, exact=exact,
-        recomputed=recomputed, patched=policy.patch is not None and known.patch and not home,
+        recomputed=recomputed, patched="" if home else known.patch,
     )  # fmt: skip
 
 
@@ -258,7 +261,7 @@ def _merge(slots: Sequence[range]) -> tuple[range, ...]:
 def compute_instead(plan: Plan, starts: Collection[int]) -> Plan:
     """The plan with the reused chunks that begin at these slots computed in context instead."""
     pieces = tuple(
-        replace(piece, use="compute", stored=False, patched=False) if piece.start in starts else piece
+        replace(piece, use="compute", stored=False, patched="") if piece.start in starts else piece
         for piece in plan.pieces
     )
     (rows,) = plan.rows  # plans with patches compute whole spans through all layers

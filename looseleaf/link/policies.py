@@ -53,6 +53,8 @@ class Policy:
     keys_rank: int | None = None
     patch: PatchForm | None = None
     """With a form: reused chunks get the patch stored for this very antecedent."""
+    close: bool = False
+    """Whether a patch made behind the same chunks in other words or another order will do."""
     rebuild: bool = True
     """Where a chunk has no such patch: compute all in context, which leaves patches behind, or relocate that one."""
 
@@ -199,15 +201,19 @@ class Patched(Policy):
     """Compute text only; chunks are relocated, and a low-rank patch restores what context adds to them (Kamera).
 
     `share` is the patch's part of the page's bytes; with `from_layer`, shallower layers are left as they are stored.
+    A patch belongs to everything in front of its chunk; with `close` one made behind the same chunks will do, whatever
+    their order and the words between them.
     """
 
     share: float = 0.25
     from_layer: int = 0
+    close: bool = False
     rebuild: bool = True
 
     def __post_init__(self) -> None:
         check_number("patched: share", self.share, low=0, high=1, error=PolicyError)
         check_whole("patched: from_layer", self.from_layer, low=0, error=PolicyError)
+        check_truth("patched: close", self.close, error=PolicyError)
         check_truth("patched: rebuild", self.rebuild, error=PolicyError)
 
     @property

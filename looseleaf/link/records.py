@@ -7,6 +7,7 @@ in a block's key and never in a chunk's.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from looseleaf.identity import digest
 from looseleaf.kv.layout import KVLayout
@@ -18,17 +19,26 @@ BLOCK = 32
 """Tokens in one block of a stored prefix."""
 
 
-def antecedents(prompt: Prompt) -> dict[int, str]:
-    """By a chunk's first slot: the digest of everything in front of it, words, chunks and where they stand from it.
+class Antecedent(NamedTuple):
+    """Everything in front of a chunk, and the chunks alone among it."""
 
-    Not where the chunk itself stands: attention goes by distances, so a prompt moved as a whole has the same deficits.
-    """
-    found: dict[int, str] = {}
+    exact: str
+    """Digest of words, chunks, and where they stand from the chunk. Not of where the chunk itself stands: attention
+    goes by distances, so that a prompt moved as a whole has the same deficits."""
+    chunks: str
+    """Digest of the chunks in front, whatever their order and the words between them."""
+
+
+def antecedents(prompt: Prompt) -> dict[int, Antecedent]:
+    """By a chunk's first slot: what stands in front of it."""
+    found: dict[int, Antecedent] = {}
     before: list[tuple[str, int]] = []
+    chunks: list[str] = []
     for span in prompt.spans:
         if span.chunk is not None:
             placed = [(what, start - span.start_pos) for what, start in before]
-            found[span.start] = digest("antecedent", spans=placed)
+            found[span.start] = Antecedent(digest("antecedent", spans=placed), digest("chunks", chunks=sorted(chunks)))
+            chunks.append(span.chunk.content)
         what = span.chunk.content if span.chunk else digest("words", ids=prompt.ids[span.start : span.stop])
         before.append((what, span.start_pos))
     return found
@@ -69,10 +79,17 @@ class Keys:
             running = digest("block", before=running, ids=ids[start:stop], positions=placed, chunks=held)
             yield Key(running, "sequence")
 
-    def patch(self, chunk: Chunk, antecedent: str, form: PatchForm) -> Key:
+    def patch(self, chunk: Chunk, antecedent: Antecedent, form: PatchForm) -> Key:
         """What a chunk's KV lacks behind one antecedent, as far as patches of this form keep it."""
+        return Key(self._patch(chunk, antecedent.exact, form), "patch")
+
+    def close(self, chunk: Chunk, antecedent: Antecedent, form: PatchForm) -> Key:
+        """Where the last patch made behind the same chunks lies, in whatever words and order."""
+        return Key(self._patch(chunk, antecedent.chunks, form), "close")
+
+    def _patch(self, chunk: Chunk, antecedent: str, form: PatchForm) -> str:
         made = {"share": form.share, "from_layer": form.from_layer}
-        return Key(digest("patch", record=self._record(chunk), antecedent=antecedent, form=made), "patch")
+        return digest("patch", record=self._record(chunk), antecedent=antecedent, form=made)
 
     def _record(self, chunk: Chunk) -> str:
         return digest("record", model=self._model, canonical=self._canonical, chunk=chunk.content)

@@ -13,7 +13,7 @@ from looseleaf.kv.records import Record
 
 
 class Key(NamedTuple):
-    """A record's identity (a full digest) and which part of it: kv, features, states@LAYER, sequence, patch."""
+    """A record's identity (a full digest) and which part of it: kv, features, states@LAYER, sequence, patch, close."""
 
     identity: str
     part: str

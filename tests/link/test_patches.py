@@ -98,6 +98,47 @@ def test_another_antecedent_has_no_patch(opened: Open) -> None:
     assert ll.plan(["See", one, "and", two, "what?"], policy=Patched(share=0.5)).count().patched == 0
 
 
+def test_a_close_patch_is_one_of_the_same_chunks_in_other_words_or_order(opened: Open) -> None:
+    ll = opened("qwen2_5_vl")
+    one, two, three, other = (Image(noise(seed, 56, 84)) for seed in (1, 2, 3, 4))
+    teach(ll, ["See", one, "and", two, "and", three, "what?"])
+    close = Patched(share=1.0, close=True)
+    size = len(ll.builder.build(["See", one]).chunks[0])
+    reworded = ["Look", one, two, three, "well?"]
+    assert ll.plan(reworded, policy=WHOLE).count().patched == 0
+    assert ll.plan(reworded, policy=close).count().patched == 3 * size
+    assert "patched (close)" in str(ll.plan(reworded, policy=close))
+    assert ll.plan(["See", one, "and", two, "and", three, "so?"], policy=close).pieces[1].patched == "exact"
+    exchanged = ll.plan(
+        ["See", two, "and", one, "and", three, "what?"], policy=Patched(share=1.0, close=True, rebuild=False)
+    )
+    assert [piece.patched for piece in exchanged.pieces if piece.what == "image"] == ["", "", "close"]
+    for front in ([other, two], [one, two, other], [two]):
+        assert ll.plan(["See", *front, three, "what?"], policy=close).count().patched == 0
+    usage = ll.ask(reworded, policy=close, max_tokens=2).usage
+    assert usage.patched_tokens == 3 * size
+    assert usage.approximate
+
+
+def test_a_close_patch_comes_near_and_one_of_its_own_nearer(opened: Open) -> None:
+    ll = opened("qwen2_5_vl")
+    one, two = (Image(noise(seed, 56, 84)) for seed in (1, 2))
+    teach(ll, ["See", one, "and", two, "what?"])
+    built = ll.builder.build(["See", one, "or", two, "what?"])
+    expected = ll.reference.ours(built, Reprefill())
+    close = error(ll.reference.ours(built, Patched(share=1.0, close=True)), expected)
+    assert 1e-5 < close < error(ll.reference.ours(built, FullReuse()), expected)
+
+
+def test_a_pointer_to_a_patch_that_is_gone_points_nowhere(opened: Open) -> None:
+    ll = opened("qwen2_5_vl")
+    one, two = (Image(noise(seed, 56, 84)) for seed in (1, 2))
+    teach(ll, ["See", one, "and", two, "what?"])
+    for key in [key for key in ll.store._held if key.part == "patch"]:  # type: ignore[attr-defined]
+        ll.store.delete(key)
+    assert ll.plan(["Look", one, two, "well?"], policy=Patched(share=1.0, close=True)).count().patched == 0
+
+
 def test_a_prompt_moved_as_a_whole_finds_its_patches(opened: Open) -> None:
     ll = opened("qwen2_5_vl")
     prompt = prompt_of(ll)
