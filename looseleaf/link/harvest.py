@@ -6,6 +6,7 @@ rows are taken: a patch made behind a patched chunk would carry that one's error
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from dataclasses import dataclass
 
@@ -20,6 +21,8 @@ from looseleaf.link.sequence import Linked
 from looseleaf.model.rotary import unrotate
 from looseleaf.patch.form import form_patch
 from looseleaf.prompt.chunks import Chunk, Span
+
+log = logging.getLogger(__name__)
 
 MOST_BYTES = 256 * 2**20
 """Of rows that wait; beyond it the oldest are let go."""
@@ -48,6 +51,8 @@ class HarvestCounters:
     """Of the chunks they are for."""
     dropped: int = 0
     """Left alone for want of room."""
+    failed: int = 0
+    """Given up because computing or storing them failed."""
 
 
 class Harvest:
@@ -94,6 +99,14 @@ class Harvest:
             return False
         one = self._waiting.popleft()
         self._held_bytes -= one.rows.nbytes
+        try:
+            self._form(one)
+        except Exception:
+            log.exception("a patch could not be left behind; the next request computes what it would have spared")
+            self.counters.failed += 1
+        return True
+
+    def _form(self, one: _Conditioned) -> None:
         linker = self._linker
         linker.warm([one.chunk], keep=one.keep)
         alone = linker.store.get(linker.keys.kv(one.chunk))
@@ -106,7 +119,6 @@ class Harvest:
             self.counters.patches += 1
             self.counters.patch_bytes += patch.nbytes
             self.counters.page_bytes += alone.nbytes
-        return True
 
     def _add(self, one: _Conditioned) -> None:
         self._waiting.append(one)

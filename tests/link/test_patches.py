@@ -12,9 +12,10 @@ from PIL import Image as PILImage
 
 from looseleaf import FullReuse, Image, Looseleaf, Patched, Reprefill
 from looseleaf.bench import exact
-from looseleaf.kv.records import ChunkKV, Patch
+from looseleaf.kv.records import ChunkKV, Patch, Record
 from looseleaf.link.reference import error
 from looseleaf.model.tiny import FAMILIES
+from looseleaf.store.protocol import Key
 
 Open = Callable[..., Looseleaf]
 
@@ -228,6 +229,26 @@ def test_a_request_may_leave_no_patch_behind(opened: Open, option: str) -> None:
     ll.ask(prompt_of(ll), policy=WHOLE, max_tokens=1, **{option: True})
     ll.settle()
     assert ll.engine.harvest.counters.patches == 0
+
+
+def test_a_store_that_fails_costs_patches_and_nothing_else(
+    opened: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ll = opened("qwen2_5_vl")
+    prompt = prompt_of(ll)
+    put = ll.store.put
+
+    def refuse(key: Key, record: Record, *, ttl_s: float | None = None) -> bool:
+        if key.part == "patch":
+            raise OSError("the disk is gone")
+        return put(key, record, ttl_s=ttl_s)
+
+    monkeypatch.setattr(ll.store, "put", refuse)
+    first = ll.ask(prompt, policy=WHOLE, max_tokens=2)
+    ll.settle()
+    assert ll.engine.harvest.counters.failed == len(ll.builder.build(prompt).chunks)
+    assert "the disk is gone" in caplog.text
+    assert ll.ask(prompt, policy=WHOLE, max_tokens=2).token_ids == first.token_ids
 
 
 def test_a_store_without_room_for_a_page_gets_no_patch(opened: Open) -> None:
