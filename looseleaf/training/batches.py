@@ -58,6 +58,8 @@ LEAST = 120
 """Tokens of questions behind an album, at least."""
 LEAST_OF_NOTE = 32
 """The same behind a note, of which many are read rather than one often."""
+LEAST_OF_LINES = 112
+"""Pixels of height from which on a note has several lines: a model that takes only large pictures would see too few."""
 LEAST_OF_SHORT = 80
 """Room worth trying to fill with a short prompt; for all others it is twice LEAST."""
 
@@ -134,8 +136,9 @@ def _album(kind: str, bounds: Bounds, level: Level, size: Size, chance: Random, 
             needles = chance.randint(2, max(2, frames // 3))
             return Album(chance, [Stream(chance, split, bounds.frame_side, frames=frames, needles=needles)])
         case _:
-            world = drill_world(kind, chance, replace(split, most_lines=1) if kind == "line" else split, size)
-            return Album(chance, [world])
+            if kind == "line" and size[0] < LEAST_OF_LINES:
+                split = replace(split, most_lines=1)
+            return Album(chance, [drill_world(kind, chance, split, size)])
 
 
 def _words_draft(
@@ -202,7 +205,7 @@ def _fill(
     None where there is no room for them.
     """
     misses, length = 0, len(draft.ids) + max(least, int(share * len(draft.ids)))
-    if length > room:
+    if room - length < len(draft.ids) + least:  # nothing else would fit behind it
         length = room
         if room - len(draft.ids) < least:
             return None
