@@ -1,6 +1,6 @@
 """How far may an antecedent drift before a patch harms?
 
-Patches are made in one prompt and put on in another that has the same pictures: with other words between them, many
+Patches are made in a prompt of pictures and put on in another that has the same ones: with words between them, many
 words in front, two pictures in front exchanged, one more in front, one fewer, or one of them replaced by another. Each
 is compared with that other prompt's own re-prefill, beside patches made there (exact). Below zero a patch is worse than
 none: whoever finds such a one must not use it.
@@ -74,11 +74,12 @@ def try_drifts(
     ll: Looseleaf, some: Sequence[Item], others: Sequence[Item], seed: int
 ) -> dict[str, dict[str, list[Arm]]]:
     """Some questions under every drift: blind, with the patches of the prompt they drifted from, with their own."""
-    made = [patches_by_content(case) for case in make_cases(ll, some)]
+    plain = [replace(item, prompt=[*item.chunks, item.question.text]) for item in some]
+    made = [patches_by_content(case) for case in make_cases(ll, plain)]
     found: dict[str, dict[str, list[Arm]]] = {}
     for drift in DRIFTS:
         moved, known = [], []
-        for number, (item, other, patches) in enumerate(zip(some, others, made, strict=True)):
+        for number, (item, other, patches) in enumerate(zip(plain, others, made, strict=True)):
             changed = drifted(drift, item, other, Random(f"{seed} {number} {drift}"))
             if changed is not None:
                 moved.append(changed)
@@ -120,7 +121,7 @@ def placed(case: Case, patches: Mapping[str, Patch]) -> dict[int, Patch]:
 
 
 def drifted(drift: str, item: Item, other: Item, chance: Random) -> Item | None:
-    """The item in a prompt that differs in one way; None where it cannot.
+    """An item whose prompt is its pictures and the question, in one that differs in one way; None where it cannot.
 
     `other` lends a picture. The last picture the question needs stays where it is, behind all that changes.
     """

@@ -1,9 +1,10 @@
 """How does recovery grow with rank, depth, basis and tokens?
 
-Multi-hop questions with pictures; every chunk of a prompt gets a patch of the same share of its page's bytes: of all
-layers, of the deep half, cut in the home frame (keys turned to where the chunk was computed) instead of un-rotated, or
-as coefficients in a basis learned from other items. Against them, tokens: the first ones computed again at that share,
-and an oracle that replaces the tokens with the largest deficit by their rows in context. η = 1 - KL(arm) / KL(blind).
+Multi-hop questions with pictures; every chunk of a prompt gets a patch of the same share of its page's bytes in every
+layer it patches: all of them; the deep half (half of the bytes); cut in the home frame (keys turned to where the chunk
+was computed) instead of un-rotated; or as coefficients in a basis learned from other items. Against them, tokens: the
+first ones computed again at that share, and an oracle that replaces the tokens with the largest deficit by their rows
+in context. η = 1 - KL(arm) / KL(blind).
 """
 
 from __future__ import annotations
@@ -112,7 +113,10 @@ def ways(ll: Looseleaf, case: Case, basis: Basis) -> dict[tuple[str, float], Try
             "shared basis": {
                 start: patch_in(basis, one, case.alone[start], share=share) for start, one in deficits.items()
             },
-            "oracle tokens": {start: _best_tokens(one, energy[start], share) for start, one in deficits.items()},
+            "oracle tokens": {
+                start: _best_tokens(one, energy[start], share, case.alone[start].layout.dtype)
+                for start, one in deficits.items()
+            },
         }
         found |= {(name, share): Try(patches=patches) for name, patches in arms.items()}
         found["first tokens", share] = Try(policy=FirstK(k=round(share * tokens)))
@@ -137,20 +141,22 @@ def _in_home_frame(ll: Looseleaf, case: Case, span: Span, whole: Patch) -> Calla
             rank = rank_within(share, tokens, heads * dim)
             dense = (one.left[:, :rank] @ one.right[:, :rank].mT).view(tokens, heads, dim).transpose(0, 1)
             back = wide(unrotate(dense.contiguous(), phase, decoder.form))
-            keys.append(Factors(left=back, right=torch.eye(back.shape[1], device=back.device)))
+            keys.append(_dense(back, plane.dtype))
         return Patch(keys=tuple(keys), values=cut(whole, share=share).values)
 
     return shortened
 
 
-def _best_tokens(deficit: Deficit, energy: torch.Tensor, share: float) -> Patch:
+def _dense(matrix: torch.Tensor, dtype: torch.dtype) -> Factors:
+    """Any matrix as factors, for what no patch would keep."""
+    return Factors(left=matrix.to(dtype), right=torch.eye(matrix.shape[1], dtype=dtype, device=matrix.device))
+
+
+def _best_tokens(deficit: Deficit, energy: torch.Tensor, share: float, dtype: torch.dtype) -> Patch:
     """The rows in context of the tokens with the largest deficit, and nothing of the others."""
     kept = torch.zeros(len(energy), 1, device=energy.device)
     kept[energy.topk(round(share * len(energy))).indices] = 1
-    keys, values = (
-        tuple(Factors(left=kept * one, right=torch.eye(one.shape[1], device=one.device)) for one in planes)
-        for planes in (deficit.keys, deficit.values)
-    )
+    keys, values = (tuple(_dense(kept * one, dtype) for one in planes) for planes in (deficit.keys, deficit.values))
     return Patch(keys=keys, values=values)
 
 

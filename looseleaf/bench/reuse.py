@@ -151,7 +151,10 @@ def ask(ll: Looseleaf, asked: Sequence[Item]) -> list[dict[str, Arm]]:
 
 
 def patches_of(case: Case) -> dict[float, dict[int, Patch]]:
-    """Patches of every chunk by share, as harvesting this very prompt would leave them."""
+    """Patches of every chunk by share, as harvesting this very prompt would leave them.
+
+    But for a rounding in bf16: a harvest turns rotated keys back, here they are caught before they turn.
+    """
     deficits = case.deficits()
     largest = {at: patch_of(one, case.alone[at], share=PATCH_SHARES[-1]) for at, one in deficits.items()}
     return {share: {at: cut(one, share=share) for at, one in largest.items()} for share in PATCH_SHARES}

@@ -161,6 +161,7 @@ class Engine:
             for job in [*left, *(one.job for one in self._running.values())]:
                 self._end(job, error=ClosedError("the engine was closed while the request ran"))
             self._reap()
+            self.harvest.clear()
 
     def _reap(self) -> None:
         """Cancel what was abandoned, and free what ended requests hold."""

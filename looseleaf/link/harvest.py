@@ -16,18 +16,19 @@ from looseleaf.kv.layout import KVRows
 from looseleaf.kv.records import ChunkKV, Pointer
 from looseleaf.link.linker import Keep, Linker
 from looseleaf.link.policies import PatchForm
-from looseleaf.link.records import Antecedent, antecedents
+from looseleaf.link.records import antecedents
 from looseleaf.link.sequence import Linked
 from looseleaf.model.rotary import unrotate
 from looseleaf.patch.form import form_patch
 from looseleaf.prompt.chunks import Chunk, Span
+from looseleaf.store.protocol import Key
 
 log = logging.getLogger(__name__)
 
 MOST_BYTES = 256 * 2**20
 """Of rows that wait; beyond it the oldest are let go."""
 PRESSING = 64
-"""Chunks waiting from which on one is worked off in front of every pass."""
+"""Chunks waiting from which on one is worked off in front of every pass; half of the room taken does it too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +38,14 @@ class _Conditioned:
     chunk: Chunk
     rows: KVRows
     form: PatchForm
-    antecedent: Antecedent
+    key: Key
+    close_key: Key
     keep: Keep
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held while it waits, what its chunk would be seen by included."""
+        return self.rows.nbytes + sum(one.nbytes for one in self.chunk.inputs.values())
 
 
 @dataclass
@@ -62,6 +69,7 @@ class Harvest:
         self._linker = linker
         self._most_bytes = most_bytes
         self._waiting: deque[_Conditioned] = deque()
+        self._keys: set[Key] = set()
         self._held_bytes = 0
         self.counters = HarvestCounters()
 
@@ -73,7 +81,7 @@ class Harvest:
     @property
     def pressing(self) -> bool:
         """Whether so many wait that one should be worked off now."""
-        return len(self._waiting) >= PRESSING
+        return len(self._waiting) >= PRESSING or self._held_bytes > self._most_bytes / 2
 
     @torch.inference_mode()
     def note(self, linked: Linked, keep: Keep) -> None:
@@ -81,51 +89,74 @@ class Harvest:
         plan, linker = linked.plan, self._linker
         if plan.patch is None or not keep.store or not keep.harvest:
             return
-        computed = {piece.start for piece in plan.pieces if piece.use == "compute" and piece.exact}
-        before = antecedents(linked.prompt)
-        for span in linked.prompt.chunks:
-            assert span.chunk is not None
-            antecedent = before[span.start]
-            key = linker.keys.patch(span.chunk, antecedent, plan.patch)
-            if span.start not in computed or span.stop > linked.table.exact_tokens or linker.store.contains(key):
-                continue
-            rows = _unrotated(linked, span)
-            self._add(_Conditioned(chunk=span.chunk, rows=rows, form=plan.patch, antecedent=antecedent, keep=keep))
+        try:
+            computed = {piece.start for piece in plan.pieces if piece.use == "compute" and piece.exact}
+            before = antecedents(linked.prompt)
+            for span in linked.prompt.chunks:
+                assert span.chunk is not None
+                key = linker.keys.patch(span.chunk, before[span.start], plan.patch)
+                taken = key in self._keys or linker.store.contains(key)
+                if span.start not in computed or span.stop > linked.table.exact_tokens or taken:
+                    continue
+                self._add(
+                    _Conditioned(
+                        chunk=span.chunk, rows=_unrotated(linked, span), form=plan.patch, key=key,
+                        close_key=linker.keys.close(span.chunk, before[span.start], plan.patch), keep=keep,
+                    )
+                )  # fmt: skip
+        except Exception:
+            self._give_up()
 
     @torch.inference_mode()
     def work(self) -> bool:
         """Form one patch and store it; False when there is none to form."""
         if not self._waiting:
             return False
-        one = self._waiting.popleft()
-        self._held_bytes -= one.rows.nbytes
+        one = self._pop()
         try:
             self._form(one)
         except Exception:
-            log.exception("a patch could not be left behind; the next request computes what it would have spared")
-            self.counters.failed += 1
+            self._give_up()
         return True
 
+    def clear(self) -> None:
+        """Let go of everything that waits."""
+        while self._waiting:
+            self._pop()
+
     def _form(self, one: _Conditioned) -> None:
-        linker = self._linker
+        linker, store = self._linker, self._linker.store
         linker.warm([one.chunk], keep=one.keep)
-        alone = linker.store.get(linker.keys.kv(one.chunk))
-        if isinstance(alone, ChunkKV):  # else the store is too small for it, and a patch would be of no use
-            patch = form_patch(one.rows, alone.rows, share=one.form.share, from_layer=one.form.from_layer)
-            key = linker.keys.patch(one.chunk, one.antecedent, one.form)
-            linker.store.put(key, patch, ttl_s=one.keep.ttl_s)
-            near = linker.keys.close(one.chunk, one.antecedent, one.form)
-            linker.store.put(near, Pointer(identity=key.identity), ttl_s=one.keep.ttl_s)
+        alone = store.get(linker.keys.kv(one.chunk))
+        if not isinstance(alone, ChunkKV):  # the store is too small for it, and a patch would be of no use
+            return
+        patch = form_patch(one.rows, alone.rows, share=one.form.share, from_layer=one.form.from_layer)
+        if store.put(one.key, patch, ttl_s=one.keep.ttl_s):
+            store.put(one.close_key, Pointer(identity=one.key.identity), ttl_s=one.keep.ttl_s)
             self.counters.patches += 1
             self.counters.patch_bytes += patch.nbytes
             self.counters.page_bytes += alone.nbytes
 
     def _add(self, one: _Conditioned) -> None:
-        self._waiting.append(one)
-        self._held_bytes += one.rows.nbytes
-        while self._held_bytes > self._most_bytes:
-            self._held_bytes -= self._waiting.popleft().rows.nbytes
+        if one.nbytes > self._most_bytes:
             self.counters.dropped += 1
+            return
+        self._waiting.append(one)
+        self._keys.add(one.key)
+        self._held_bytes += one.nbytes
+        while self._held_bytes > self._most_bytes:
+            self._pop()
+            self.counters.dropped += 1
+
+    def _pop(self) -> _Conditioned:
+        one = self._waiting.popleft()
+        self._keys.discard(one.key)
+        self._held_bytes -= one.nbytes
+        return one
+
+    def _give_up(self) -> None:
+        log.exception("a patch could not be left behind; the next request computes what it would have spared")
+        self.counters.failed += 1
 
 
 def _unrotated(linked: Linked, span: Span) -> KVRows:

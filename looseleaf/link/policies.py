@@ -219,7 +219,13 @@ class Patched(Policy):
     @property
     def patch(self) -> PatchForm:  # type: ignore[override]
         """Patches of this form are put on and left behind."""
-        return PatchForm(share=self.share, from_layer=self.from_layer)
+        return PatchForm(share=float(self.share), from_layer=self.from_layer)
+
+    def stages(self, tokens: int, layers: int) -> tuple[Stage, ...]:
+        """Nothing is computed."""
+        if self.from_layer >= layers:
+            raise PolicyError(f"patched: from_layer must be below the model's {layers} layers, got {self.from_layer}")
+        return ()
 
 
 def _kebab(name: str) -> str:

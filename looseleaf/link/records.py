@@ -6,6 +6,7 @@ in a block's key and never in a chunk's.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -32,15 +33,16 @@ class Antecedent(NamedTuple):
 def antecedents(prompt: Prompt) -> dict[int, Antecedent]:
     """By a chunk's first slot: what stands in front of it."""
     found: dict[int, Antecedent] = {}
-    before: list[tuple[str, int]] = []
     chunks: list[str] = []
+    running, last_pos = "", prompt.spans[0].start_pos if prompt.spans else 0
     for span in prompt.spans:
+        running = digest("antecedent", before=running, step=span.start_pos - last_pos)
         if span.chunk is not None:
-            placed = [(what, start - span.start_pos) for what, start in before]
-            found[span.start] = Antecedent(digest("antecedent", spans=placed), digest("chunks", chunks=sorted(chunks)))
-            chunks.append(span.chunk.content)
+            found[span.start] = Antecedent(exact=running, chunks=digest("chunks", chunks=" ".join(chunks)))
+            insort(chunks, span.chunk.content)
         what = span.chunk.content if span.chunk else digest("words", ids=prompt.ids[span.start : span.stop])
-        before.append((what, span.start_pos))
+        running = digest("antecedent", before=running, what=what)
+        last_pos = span.start_pos
     return found
 
 

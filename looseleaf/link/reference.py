@@ -122,8 +122,16 @@ class Reference:
 
         All ways share their passes. Since answers are given, ways are compared at the same places.
         """
+        linked: list[Linked] = []
+        try:
+            linked += (self._link(way) for way in ways)
+            return self._run(ways, linked)
+        finally:
+            for one in linked:
+                one.release()
+
+    def _run(self, ways: Sequence[Way], linked: Sequence[Linked]) -> list[Tensor]:
         decoder = self.adapter.decoder
-        linked = [self._link(way) for way in ways]
         last: list[Tensor] = [torch.empty(0)] * len(ways)
         while waiting := [at for at, one in enumerate(linked) if not one.ready]:
             lanes = [self._take(ways[at], linked[at]) for at in waiting]
@@ -133,8 +141,6 @@ class Reference:
         lanes = [self._answer(ways[at], linked[at]) for at in longer]
         for at, hidden in zip(longer, decoder.run(lanes) if lanes else [], strict=True):
             last[at] = torch.cat((last[at], hidden))
-        for one in linked:
-            one.release()
         if not ways:
             return []
         return list(torch.split(decoder.logits(torch.cat(last)), [len(one) for one in last]))

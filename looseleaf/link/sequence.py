@@ -119,17 +119,21 @@ class Linked:
         bound = []
         for span, rows in self.sources:
             patch = self.patches.get(span.start)
-            room = torch.empty_like(rows.keys[0]) if patch is not None else None
-            bound.append((slice(span.start, span.stop), rows, patch, room, phase[at : at + len(span)]))
+            bound.append((slice(span.start, span.stop), rows, patch, phase[at : at + len(span)]))
             at += len(span)
+
+        rooms: dict[torch.Size, Tensor] = {}
 
         def bind(layer: int) -> None:
             started = time.perf_counter()
             keys, values = table.keys[layer], table.values[layer]
-            for slots, rows, patch, room, turned in bound:
+            for slots, rows, patch, turned in bound:
                 own_keys, own_values = rows.keys[layer], rows.values[layer]
                 added = (patch.keys[layer], patch.values[layer]) if patch is not None else (None, None)
                 if added[0] is not None:
+                    if own_keys.shape not in rooms:
+                        rooms[own_keys.shape] = torch.empty_like(own_keys)
+                    room = rooms[own_keys.shape]
                     own_keys = put_on(added[0], own_keys, out=room)
                 rotate(own_keys, turned, form, out=keys[:, slots])
                 if added[1] is not None:

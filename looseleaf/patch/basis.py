@@ -15,6 +15,7 @@ from torch import Tensor
 from looseleaf.kv.layout import KVRows
 from looseleaf.kv.records import Factors, Patch
 from looseleaf.patch.deficit import Deficit
+from looseleaf.patch.form import FIRST
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,7 @@ def patch_in(basis: Basis, deficit: Deficit, like: KVRows, *, share: float, from
     dtype = like.layout.dtype
 
     def cut(layer: int, delta: Tensor, directions: Tensor) -> Factors | None:
-        if layer < from_layer:
+        if layer < max(FIRST, from_layer):
             return None
         rank = max(1, min(delta.shape[1], int(share * delta.shape[1] + 1e-9)))
         kept = directions[:, :rank].to(delta.device)

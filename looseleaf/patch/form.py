@@ -16,6 +16,8 @@ from looseleaf.patch.deficit import Deficit, find_deficit
 
 SPARE, ROUNDS = 8, 2
 """Directions a randomised decomposition looks for beyond those kept, and its power iterations."""
+FIRST = 1
+"""Layers that have a deficit start here."""
 WORTH = 4
 """It is used where a matrix is this many times as wide as the directions looked for."""
 
@@ -42,8 +44,7 @@ def factor(matrix: Tensor, rank: int) -> Factors:
         left, sizes, right_t = torch.linalg.svd(matrix, full_matrices=False)
         return Factors(left=left * sizes, right=right_t.mT.contiguous())
     if WORTH * (rank + SPARE) <= min(tokens, width):
-        left, sizes, right = torch.svd_lowrank(matrix, q=rank + SPARE, niter=ROUNDS)
-        return Factors(left=(left * sizes)[:, :rank].contiguous(), right=right[:, :rank].contiguous())
+        return _few(matrix, rank)
     if width <= tokens:
         right = torch.linalg.eigh(matrix.mT @ matrix).eigenvectors.flip(1)[:, :rank].contiguous()
         return Factors(left=matrix @ right, right=right)
@@ -53,11 +54,22 @@ def factor(matrix: Tensor, rank: int) -> Factors:
     return Factors(left=left * sizes, right=right / sizes)
 
 
+def _few(matrix: Tensor, rank: int) -> Factors:
+    """Subspace iteration from random directions, the same ones every time: equal deficits give equal patches."""
+    chance = torch.Generator().manual_seed(0)
+    probe = torch.randn(matrix.shape[1], rank + SPARE, generator=chance).to(matrix.device)
+    base = torch.linalg.qr(matrix @ probe).Q
+    for _ in range(ROUNDS):
+        base = torch.linalg.qr(matrix @ (matrix.mT @ base)).Q
+    left, sizes, right_t = torch.linalg.svd(base.mT @ matrix, full_matrices=False)
+    return Factors(left=(base @ (left * sizes))[:, :rank].contiguous(), right=right_t.mT[:, :rank].contiguous())
+
+
 def form_patch(conditioned: KVRows, alone: KVRows, *, share: float, from_layer: int = 0) -> Patch:
     """A patch that takes the rows of a chunk computed alone to those computed in context.
 
     `share`: of the page's bytes, in every layer that is patched; 1 keeps every direction. Layers before `from_layer`
-    are left as they are stored.
+    are left as they are stored, and the first in any case: its rows come from a token and nothing in front of it.
     """
     return patch_of(find_deficit(conditioned, alone), conditioned, share=share, from_layer=from_layer)
 
@@ -71,7 +83,7 @@ def patch_of(deficit: Deficit, like: KVRows, *, share: float, from_layer: int = 
         return Factors(left=found.left.to(dtype), right=found.right.to(dtype))
 
     keys, values = (
-        tuple(cut(one) if layer >= from_layer else None for layer, one in enumerate(planes))
+        tuple(cut(one) if layer >= max(FIRST, from_layer) else None for layer, one in enumerate(planes))
         for planes in (deficit.keys, deficit.values)
     )
     return Patch(keys=keys, values=values)
