@@ -219,7 +219,7 @@ def _wanted(ll: Looseleaf, case: Case) -> list[int]:
 
 
 def _reused(ll: Looseleaf, case: Case, one: Try) -> float:
-    count = ll.reference.plan(case.prompt, one.policy).count()
+    count = ll.linker.plan(case.prompt, one.policy).count()
     return (count.exact + count.relocated + count.patched) / len(case.prompt)
 
 

@@ -24,7 +24,7 @@ from looseleaf.engine.words import Words
 from looseleaf.errors import CancelledError, ClosedError, LimitError, QueueFullError
 from looseleaf.link.harvest import Harvest
 from looseleaf.link.linker import Linker
-from looseleaf.link.plan import Plan, plan_link
+from looseleaf.link.plan import Plan
 from looseleaf.link.sequence import Linked
 from looseleaf.model.lane import Entry, Lane
 
@@ -90,9 +90,7 @@ class Engine:
 
     def plan(self, request: Request) -> Plan:
         """What would be read and computed for a request now, without doing it."""
-        lookup = self.linker.lookup(request.prompt, request.policy)
-        layers = len(self.linker.adapter.layout.layers)
-        return plan_link(request.prompt, lookup, request.policy, layers=layers, canonical=self.linker.canonical)
+        return self.linker.plan(request.prompt, request.policy)
 
     def submit(self, request: Request, *, watcher: Callable[[Job, Progress | None], None] | None = None) -> Job:
         """Put a request in line. Raises QueueFullError or LimitError, never drops one silently."""

@@ -18,7 +18,7 @@ from looseleaf.kv.layout import KVRows
 from looseleaf.kv.pool import SlabPool
 from looseleaf.kv.records import ChunkKV, Features, Patch, Pointer, SequenceKV, States
 from looseleaf.link.oracle import low_rank, most_attended
-from looseleaf.link.plan import Known, Lookup, Plan, Rows, compute_instead
+from looseleaf.link.plan import Known, Lookup, Plan, Rows, compute_instead, plan_link
 from looseleaf.link.policies import PatchForm, Policy
 from looseleaf.link.records import BLOCK, Antecedent, Keys, antecedents
 from looseleaf.link.sequence import Linked
@@ -75,6 +75,11 @@ class Linker:
             prefix_tokens=prefix,
             chunks=tuple(self._known(span, policy, before.get(span.start)) for span in prompt.chunks),
         )
+
+    def plan(self, prompt: Prompt, policy: Policy) -> Plan:
+        """What a policy reads and computes of a prompt now."""
+        layers = len(self.adapter.layout.layers)
+        return plan_link(prompt, self.lookup(prompt, policy), policy, layers=layers, canonical=self.canonical)
 
     @torch.inference_mode()
     def link(self, prompt: Prompt, plan: Plan, *, capacity: int, keep: Keep) -> Linked:

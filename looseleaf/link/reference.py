@@ -22,7 +22,6 @@ from looseleaf.kv.attention import Capture
 from looseleaf.kv.layout import KVRows
 from looseleaf.kv.records import Patch
 from looseleaf.link.linker import Keep, Linker
-from looseleaf.link.plan import Plan, plan_link
 from looseleaf.link.policies import FullReuse, Policy, Reprefill
 from looseleaf.link.sequence import Linked
 from looseleaf.model.lane import Entry, Lane
@@ -110,12 +109,6 @@ class Reference:
         """Logits [vocabulary] of the first answered token, linked by a policy. `tamper` plants a mistake."""
         return self.along([Way(prompt=prompt, policy=policy, tamper=tamper)])[0][0]
 
-    def plan(self, prompt: Prompt, policy: Policy) -> Plan:
-        """What a policy reads and computes of a prompt now."""
-        lookup = self.linker.lookup(prompt, policy)
-        layers = len(self.adapter.layout.layers)
-        return plan_link(prompt, lookup, policy, layers=layers, canonical=self.linker.canonical)
-
     @torch.inference_mode()
     def along(self, ways: Sequence[Way]) -> list[Tensor]:
         """Logits [answered token, vocabulary] from which each token of each way's answer would be chosen.
@@ -147,7 +140,7 @@ class Reference:
 
     def _link(self, way: Way) -> Linked:
         capacity = len(way.prompt) + len(way.answer) - 1
-        linked = self.linker.link(way.prompt, self.plan(way.prompt, way.policy), capacity=capacity, keep=Keep())
+        linked = self.linker.link(way.prompt, self.linker.plan(way.prompt, way.policy), capacity=capacity, keep=Keep())
         linked.patches.update(way.patches)
         if way.tamper is not None:
             way.tamper(linked)

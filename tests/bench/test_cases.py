@@ -68,7 +68,7 @@ def test_patches_made_by_hand_are_those_a_request_leaves_behind(made: tuple[Loos
         Way(prompt=case.prompt, policy=FullReuse(), answer=case.told, patches=patches_of(case)[0.25]),
         Way(prompt=case.prompt, policy=policy, answer=case.told),
     ])  # fmt: skip
-    assert ll.reference.plan(case.prompt, policy).count().patched
+    assert ll.linker.plan(case.prompt, policy).count().patched
     assert cases.divergence(by_hand, harvested) < 1e-6
 
 
