@@ -383,9 +383,9 @@ class Batches(IterableDataset[Batch]):
             torch.set_num_threads(1)
         diet = self._diet
         while True:
-            level, shares = self._course.level, self._course.shares
-            chance = level.split.chance(self._seed, number, step)
-            kind = pick_kind(shares, chance)
+            chance = self._course.level.split.chance(self._seed, number, step)
+            kind = pick_kind(self._course.shares, chance)
+            level = self._course.level_of(kind)
             size = pick_size(kind, level, diet.bounds, chance)
             rows = [make_row(kind, self._writer, diet, level, size, chance) for _ in range(diet.batch)]
             yield collate(kind, rows, diet.length, self._writer.form.axes)

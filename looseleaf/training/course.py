@@ -1,8 +1,8 @@
-"""The course of a training: which skill is taken up now, what is rehearsed, how hard prompts are, and when to go on.
+"""The course of a training: how hard prompts are, and which skill is drilled beside everything else.
 
 To find something by its name and to read are each learned in a few hundred steps when little else is asked, and not at
-all in thousands when all tasks start at once. So skills are taken up one by one on small prompts, beside those that are
-there; then prompts grow and mix everything, and what is lacking most is drilled most.
+all in thousands when all tasks start at once: so it begins with words, then lines to read, then small pictures. From
+then on everything is asked, and the first skill that is lacking is drilled beside it until it is there.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ MIXED = ("pictures", "clips", "streams", "lookups")
 BATCHES = (*DRILLS, *MIXED)
 
 THERE = 0.95
-"""Of the answer tokens right in a drill: the next skill is taken up."""
-PATIENCE = 350
-"""Steps after which it is taken up in any case."""
-FOCUS = 0.6
-"""Share of the batches that drill the newest skill."""
+"""Of a skill's answer tokens right: it is not drilled any more."""
+ALMOST = 0.85
+"""Of them right: it is drilled on whole prompts."""
+PATIENCE = 300
+"""Steps after which another skill that is lacking has its turn."""
+FOCUS = 0.5
+"""Share of the batches that drill the skill in turn."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,9 +36,9 @@ class Level:
     """How hard prompts are for a while."""
 
     until: float
-    """Share of the time at which the next level begins at the latest."""
-    mixed: float
-    """Share of batches that ask about everything."""
+    """Step at which the next level begins."""
+    shares: Mapping[str, float]
+    """Of kinds of batch; what is left is mixed as the diet says."""
     split: Split
     sizes: int | None
     """How many of the sizes, from the smallest."""
@@ -48,24 +50,36 @@ class Level:
     """Share of pages given as words."""
     plain: float
     """Share of plain questions beside forms, times the worlds' own."""
-    wide: bool
+    wide: bool = False
     """Whether positions are skipped and words stand between pictures."""
+    drills: bool = False
+    """Whether skills that are lacking are drilled."""
 
 
 def levels() -> tuple[Level, ...]:
-    """From a few small pictures to everything."""
+    """From words to everything."""
     few, some = first_steps()
-    small = Level(
-        until=0.55, mixed=0.0, split=few, sizes=2, pictures=3, frames=3, as_text=0.4, plain=0.2, wide=False
+    words = Level(
+        until=300, shares={"words": 1}, split=few, sizes=2, pictures=2, frames=3, as_text=1.0, plain=0.1
     )  # fmt: skip
-    middle = replace(
-        small, until=0.68, mixed=0.6, split=some, sizes=4, pictures=4, frames=4, as_text=0.3, plain=0.5, wide=True
+    reading = replace(words, until=500, shares={"words": 0.2, "line": 0.8}, split=replace(few, most_lines=1))
+    looking = replace(
+        reading, until=700, shares={"words": 0.2, "line": 0.4, "pictures": 0.4}, split=replace(few, most_lines=2),
+        as_text=0.5,
+    )  # fmt: skip
+    finding = replace(
+        looking, until=1100, shares={"words": 0.1, "line": 0.2, "pictures": 0.5, "clips": 0.1, "streams": 0.1},
+        split=few, as_text=0.4, plain=0.3,
+    )  # fmt: skip
+    growing = replace(
+        finding, until=2000, shares={"words": 0.05, "line": 0.1}, split=some, sizes=4, pictures=3, frames=4,
+        as_text=0.3, plain=0.5, drills=True,
     )  # fmt: skip
     whole = Level(
-        until=float("inf"), mixed=0.8, split=trained(), sizes=None, pictures=99, frames=99, as_text=0.2, plain=1.0,
-        wide=True,
+        until=float("inf"), shares={"words": 0.02, "line": 0.03}, split=trained(), sizes=None, pictures=99, frames=99,
+        as_text=0.2, plain=1.0, wide=True, drills=True,
     )  # fmt: skip
-    return small, middle, whole
+    return words, reading, looking, finding, growing, whole
 
 
 class Course:
@@ -74,13 +88,15 @@ class Course:
     def __init__(self, mixed: Mapping[str, float]) -> None:
         """`mixed`: shares of the batches that ask about everything; skills nobody needs there are left out."""
         self.levels = levels()
-        self._mixed = {kind: share for kind, share in mixed.items() if share}
+        self._mixed = {kind: share / sum(mixed.values()) for kind, share in mixed.items() if share}
         needless = {"streams": ("chains",), "lookups": ("search", "found")}
         left_out = {skill for kind, skills in needless.items() if kind not in self._mixed for skill in skills}
         self.skills = [skill for skill in DRILLS if skill not in left_out]
         self.right = dict.fromkeys(self.skills, 0.0)
-        self._taken, self._since = 1, 0
-        self._number = _shared(torch.zeros((), dtype=torch.int64))
+        self.drilled: str | None = None
+        """The skill whose turn it is."""
+        self._since = 0
+        self._number, self._drill_number = (_shared(torch.zeros((), dtype=torch.int64)) for _ in range(2))
         self._shares = _shared(torch.zeros(len(BATCHES)))
         self._share_out()
 
@@ -94,46 +110,44 @@ class Course:
         """How hard prompts are now."""
         return self.levels[self.number]
 
-    @property
-    def newest(self) -> str:
-        """The skill taken up last."""
-        return self.skills[self._taken - 1]
+    def level_of(self, kind: str) -> Level:
+        """How hard a batch is now: a skill that is hardly there is drilled on prompts that are not whole yet."""
+        return self.levels[int(self._drill_number)] if kind in DRILLS else self.level
 
     @property
     def shares(self) -> dict[str, float]:
         """Of the kinds of batch now."""
         return {kind: share for kind, share in zip(BATCHES, self._shares.tolist(), strict=True) if share}
 
-    def heed(self, step: int, spent: float, right: Mapping[str, float]) -> bool:
-        """Go by what was `right` in the drills lately and by the share of the time; whether anything is new."""
+    def heed(self, step: int, right: Mapping[str, float]) -> bool:
+        """Go by the step and by what was `right` lately; whether anything is new."""
         self.right |= {skill: value for skill, value in right.items() if skill in self.right}
-        done = self.right[self.newest] >= THERE or step - self._since >= PATIENCE
-        if self.number == 0:
-            last = self._taken == len(self.skills)
-            if spent >= self.level.until or (done and last):
-                self._taken = len(self.skills)
-                grown = new = True
-            else:
-                grown, new = False, done
-                self._taken += done
-        else:
-            grown = new = self.number < len(self.levels) - 1 and spent >= self.level.until
-        self._number += grown
-        self._since = step if new else self._since
+        before = self.number, self.drilled
+        while step >= self.level.until:
+            self._number += 1
+        if self.level.drills:
+            done = self.drilled is None or self.right[self.drilled] >= THERE
+            if done or step - self._since >= PATIENCE:
+                self.drilled, self._since = self._next(), step
+        small = self.drilled is not None and self.right[self.drilled] < ALMOST
+        self._drill_number.fill_(min(self.number, len(self.levels) - 1 - small))
         self._share_out()
-        return new
+        return before != (self.number, self.drilled)
+
+    def _next(self) -> str | None:
+        """The next skill that is lacking, in the order of the drills and round again."""
+        at = 0 if self.drilled is None else self.skills.index(self.drilled) + 1
+        return next((one for one in self.skills[at:] + self.skills[:at] if self.right[one] < THERE), None)
 
     def _share_out(self) -> None:
-        """The newest skill and those that are there, or everything and what is lacking."""
-        taken = self.skills[: self._taken]
-        weights = {skill: 0.05 + max(0.0, THERE - self.right[skill]) for skill in taken}
-        focus = FOCUS if self.number == 0 and len(taken) > 1 else 0.0
-        if focus:
-            del weights[self.newest]
-        left, total = 1 - self.level.mixed - focus, sum(weights.values())
-        shares = {skill: left * weight / total for skill, weight in weights.items()}
-        shares |= {self.newest: focus} if focus else {}
-        shares |= {kind: self.level.mixed * share / sum(self._mixed.values()) for kind, share in self._mixed.items()}
+        """The level's shares, what is mixed, and the skill in turn."""
+        shares = {kind: share for kind, share in self.level.shares.items() if kind in DRILLS or kind in self._mixed}
+        left = max(0.0, 1 - sum(self.level.shares.values()))
+        for kind, share in self._mixed.items():
+            shares[kind] = shares.get(kind, 0.0) + left * share
+        if self.drilled is not None:
+            shares = {kind: (1 - FOCUS) * share for kind, share in shares.items()}
+            shares[self.drilled] = shares.get(self.drilled, 0.0) + FOCUS
         self._shares.copy_(torch.tensor([shares.get(kind, 0.0) for kind in BATCHES]))
 
 

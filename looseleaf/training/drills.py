@@ -50,6 +50,7 @@ def _scenes(chance: Random, split: Split, size: Size) -> World:
     return Scenes(chance, split, size, count=chance.choice((1, 2, 2, 3)), legend=False, pairs=0)
 
 
+_several = partial(Scenes, count=3, legend=False, pairs=0)
 _legend = partial(Scenes, count=1, legend=True, pairs=0)
 _coded = partial(Scenes, count=2, legend=True, pairs=0)
 _pair = partial(Scenes, count=2, legend=False, pairs=1)
@@ -58,6 +59,7 @@ DRILLS: dict[str, Drill] = {
     "words": Drill(asks=("form_matches", "form_ids", "form_values", "form_lines", "value_of")),
     "line": Drill(world=Note, asks=("form_note", "note")),
     "cells": Drill(world=_scenes, asks=("form_cells", "colour", "shape")),
+    "tags": Drill(world=_several, asks=("form_tags", "tag")),
     "legend": Drill(world=_legend, asks=("form_legend", "legend")),
     "codes": Drill(world=_coded, asks=("form_codes", "code"), binds=True),
     "events": Drill(world=_clip, asks=("form_events", "happened"), binds=True, frames=True),
@@ -70,8 +72,7 @@ DRILLS: dict[str, Drill] = {
     "chains": Drill(world=_stream, asks=("form_chains", "form_signs", "sign", "sign_chain"), frames=True),
     "search": Drill(asks=("search",)),
 }  # fmt: skip
-"""In the order in which they are taken up. What is not here (the thing of a name, the picture of a thing) comes with
-everything."""
+"""In the order in which they are drilled when they are lacking."""
 
 
 def drill_world(name: str, chance: Random, split: Split, size: Size) -> World:

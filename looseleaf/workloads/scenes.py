@@ -92,8 +92,6 @@ _FORM_TAGS = Phrases(usual=("Fill in the picture of each thing.", "Give each thi
                      held=("Fill in each thing and its picture.",))  # fmt: skip
 _FORM_KEY = Phrases(usual=("Fill in each cell of the key.", "Give each cell of the key its shape and code."),
                     held=("Fill in each cell of the key, shape and code.",))  # fmt: skip
-_FORM_KEY_CODES = Phrases(usual=("Fill in the code of each cell of the key.", "Give each cell of the key its code."),
-                          held=("Fill in each cell of the key and its code.",))  # fmt: skip
 _FORM_LEGEND = Phrases(usual=("Fill in the code of each shape.", "Give each shape its code."),
                        held=("Fill in each shape and its code.",))  # fmt: skip
 _FORM_CHANGES = Phrases(usual=("Compare {after} with {before}, cell by cell.",
@@ -204,13 +202,11 @@ class Scenes:
             facts = [Fact(shape, code, (0,)) for shape, code in self.codes.items()]
             return form("legend", kind, _FORM_LEGEND.pick(chance, split), 1, (0,), facts, chance)
         if kind == "form_key":
-            with_shape = chance.random() < 0.5
             facts = [
-                Fact(cell_name(at, self._legend_columns), f"{shape} {code}" if with_shape else code, (0,))
+                Fact(cell_name(at, self._legend_columns), f"{shape} {code}", (0,))
                 for at, (shape, code) in enumerate(self.codes.items())
             ]
-            wording = (_FORM_KEY if with_shape else _FORM_KEY_CODES).pick(chance, split)
-            return form("legend", kind, wording, 1, (0,), facts, chance)
+            return form("legend", kind, _FORM_KEY.pick(chance, split), 1, (0,), facts, chance)
         at = chance.randrange(len(self.codes))
         shape, code = list(self.codes.items())[at]
         if kind == "legend_cell":

@@ -30,8 +30,8 @@ def test_compiled_gradients_are_the_plain_ones(name: str, tmp_path: Path) -> Non
     compile_blocks(ours)
     diet = replace(DIETS[name], batch=4)
     course = Course(diet.mixed)
-    for _ in range(4):
-        course.heed(0, 0.0, {course.newest: 1.0})  # words, a line, then pictures
+    for level in course.levels[:4]:  # words, lines, then pictures
+        course.heed(int(level.until), {})
         batch = next(load_batches(writer_of(plain), diet, course, seed=1, workers=0)).to("cuda")
         for trainee, kind in ((plain, torch.float32), (ours, torch.bfloat16)):
             trainee.model.zero_grad()

@@ -23,7 +23,7 @@ from looseleaf.training.batches import (
 )
 from looseleaf.training.card import write_card
 from looseleaf.training.corpus import corpus
-from looseleaf.training.course import BATCHES, Course, levels, pick_size
+from looseleaf.training.course import BATCHES, FOCUS, PATIENCE, Course, levels, pick_size
 from looseleaf.training.drills import DRILLS
 from looseleaf.training.evaluate import evaluate
 from looseleaf.training.families import Trainee
@@ -113,7 +113,7 @@ def test_rows_fit_and_every_target_has_a_kind(default: Trainee) -> None:
 
 
 def test_drills_ask_for_one_skill(default: Trainee) -> None:
-    writer, diet, level = writer_of(default), DIETS["qwen2_5_vl"], levels()[0]
+    writer, diet, level = writer_of(default), DIETS["qwen2_5_vl"], levels()[-2]
     for skill, drill in DRILLS.items():
         chance = level.split.chance(skill)
         row = make_row(skill, writer, diet, level, pick_size(skill, level, diet.bounds, chance), chance)
@@ -143,40 +143,40 @@ def test_found_pages_answer_each_conversation_alone(default: Trainee) -> None:
     assert done == len(together)
 
 
-def test_skills_are_taken_up_one_by_one() -> None:
+def test_training_begins_with_words_and_ends_with_everything() -> None:
     course = Course({"pictures": 0.7, "clips": 0.3})
     assert not {"chains", "search", "found"} & set(course.skills)
     assert course.shares == {"words": 1.0}
-    assert not course.heed(50, 0.1, {"words": 0.9})
-    assert course.heed(100, 0.1, {"words": 0.96})
-    assert course.newest == "line"
-    assert course.shares == pytest.approx({"words": 0.4, "line": 0.6})
-    assert not course.heed(400, 0.2, {"line": 0.5})
-    assert course.heed(450, 0.2, {"line": 0.5})  # it has had its time
-    assert course.newest == "cells"
-    assert course.shares["line"] > 5 * course.shares["words"]  # what is lacking is rehearsed more
-    course.heed(500, 0.2, {"words": 0.1})
-    assert course.shares["words"] > course.shares["line"]
-
-
-def test_prompts_grow_when_all_skills_were_taken_up_or_it_is_time() -> None:
-    course = Course({"pictures": 1.0})
-    for number in range(len(course.skills)):
-        assert (course.number, course.newest) == (0, course.skills[number])
-        assert "pictures" not in course.shares
-        assert course.heed(number, 0.1, {course.newest: 1.0})
-    assert course.number == 1
-    assert course.shares["pictures"] == pytest.approx(course.level.mixed)
+    assert not course.heed(50, {"words": 0.3})
+    for number, level in enumerate(course.levels[:-1]):
+        assert course.number == number
+        assert course.drilled is None or level.drills
+        assert course.heed(int(level.until), {})
+    assert course.shares["pictures"] == pytest.approx(0.95 * 0.7 * (1 - FOCUS))
     assert sum(course.shares.values()) == pytest.approx(1)
-    assert not course.heed(10**6, 0.3, {"cells": 0.5})
-    assert course.shares["cells"] > 5 * course.shares["words"]
-    assert course.heed(10**6, course.level.until, {})
-    assert not course.heed(10**6, 0.99, {})
-    assert course.level is course.levels[-1]
-    hurried = Course({"pictures": 1.0})
-    assert hurried.heed(1, hurried.level.until, {})
-    assert hurried.number == 1
-    assert set(hurried.skills) < set(hurried.shares)
+    assert "streams" not in course.shares
+
+
+def test_what_is_lacking_is_drilled_in_turn() -> None:
+    course = Course({"pictures": 1.0})
+    right = dict.fromkeys(course.skills, 1.0) | {"legend": 0.6, "codes": 0.3, "pages": 0.9}
+    step = int(course.levels[-2].until)
+    assert course.heed(step, right)
+    assert course.drilled == "legend"
+    assert course.shares["legend"] == FOCUS
+    assert course.level_of("legend") is course.levels[-2]  # hardly there
+    assert course.level_of("pictures") is course.levels[-1]
+    assert not course.heed(step + 50, {"legend": 0.9})
+    assert course.level_of("legend") is course.levels[-1]
+    assert course.heed(step + 100, {"legend": 0.99})
+    assert course.drilled == "codes"
+    assert not course.heed(step + 50 + PATIENCE, {})
+    assert course.heed(step + 100 + PATIENCE, {})  # it has had its time
+    assert course.drilled == "pages"
+    assert course.heed(step + 150 + PATIENCE, {"pages": 0.96})
+    assert course.drilled == "codes"  # round again
+    assert course.heed(step + 200 + PATIENCE, {"codes": 0.96})
+    assert course.drilled is None
 
 
 def test_words_from_memory_are_the_tokenizers_own(trainee: Trainee) -> None:
