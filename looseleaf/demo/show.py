@@ -28,8 +28,8 @@ from looseleaf.system import DEFAULT_MODEL, Looseleaf
 from looseleaf.training.prompts import HARMLESS
 from looseleaf.workloads.bounds import HELD_OUT, Bounds
 
-TASKS = ("change", "clip", "stream")
-"""What accuracy is measured on; the album that is shown is of the first. There are also legend and documents."""
+TASKS = ("legend", "change", "documents", "clip", "stream")
+"""What accuracy is measured on; the album that is shown is of the first."""
 
 ALBUMS, QUICK_ALBUMS = 16, 2
 """Held-out albums a task, each asked about twice under every policy."""

@@ -22,7 +22,6 @@ from looseleaf.training.course import Course, Level, pick_kind, pick_size
 from looseleaf.training.drills import DRILLS, drill_world
 from looseleaf.training.prompts import (
     BETWEEN,
-    FILLER_WORDS,
     FILLERS,
     HARMLESS,
     IGNORED,
@@ -31,6 +30,7 @@ from looseleaf.training.prompts import (
     Sight,
     Turn,
     Writer,
+    filler,
     other_question,
     pick_question,
 )  # fmt: skip
@@ -177,11 +177,11 @@ def _gaps(count: int, chance: Random, *, short: bool = False, wide: bool) -> tup
     if short and chance.random() < 0.6:
         gaps = [gaps[0]] + [""] * (count - 1)
     if wide and chance.random() < 0.3:
-        gaps[0] = " ".join(chance.choices(FILLER_WORDS, k=chance.randint(5, 70))) + ". "
+        gaps[0] = filler(chance, chance.randint(5, 90)) + ". "
     if wide and chance.random() < 0.3:
         most = 4 if short else 16
         for at in range(1, count):
-            gaps[at] = f" {' '.join(chance.choices(FILLER_WORDS, k=chance.randint(1, most)))} "
+            gaps[at] = f" {filler(chance, chance.randint(1, most))} "
     jumping = wide and chance.random() < 0.5
     jumps = [chance.randrange(320) if jumping and chance.random() < 0.6 else 0 for _ in range(count)]
     return gaps, jumps

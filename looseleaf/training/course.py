@@ -76,7 +76,7 @@ def levels() -> tuple[Level, ...]:
         as_text=0.3, plain=0.5, drills=True,
     )  # fmt: skip
     whole = Level(
-        until=float("inf"), shares={"words": 0.02, "line": 0.03}, split=trained(), sizes=None, pictures=99, frames=99,
+        until=float("inf"), shares={"words": 0.05, "line": 0.03}, split=trained(), sizes=None, pictures=99, frames=99,
         as_text=0.2, plain=1.0, wide=True, drills=True,
     )  # fmt: skip
     return words, reading, looking, finding, growing, whole

@@ -34,7 +34,7 @@ from looseleaf.workloads.bounds import TRAINED
 
 DIETS: dict[str, Diet] = {
     "qwen2_5_vl": Diet(
-        bounds=TRAINED["qwen2_5_vl"], length=1024, batch=128, pictures=0.6, clips=0.14, streams=0.14, lookups=0.12
+        bounds=TRAINED["qwen2_5_vl"], length=1024, batch=128, pictures=0.56, clips=0.2, streams=0.12, lookups=0.12
     ),
     "qwen3_vl": Diet(bounds=TRAINED["qwen3_vl"], length=1536, batch=64, questions=0.9),
     "kimi_k25": Diet(bounds=TRAINED["kimi_k25"], length=1024, batch=128),
@@ -42,8 +42,8 @@ DIETS: dict[str, Diet] = {
 }
 WARM_STEPS = 100
 COOLING = 1.5
-"""Power by which the rate falls with the time that is left. Muon's long steps find a skill soon, then keep shaking it: at
-a constant rate what had been at 0.99 was at 0.64 a hundred steps later."""
+"""Power by which the rate falls with the time that is left. Muon's long steps find a skill soon, then keep shaking it:
+at a constant rate what had been at 0.99 was at 0.64 a hundred steps later."""
 LOOK = 50
 """Steps between two looks at what is right by now."""
 NOISE = 0.02

@@ -69,7 +69,14 @@ FILLER_WORDS = (
     "year", "live", "me", "back", "give", "most", "very", "after", "thing", "our", "just", "name", "good",
     "sentence", "man", "think", "say", "great", "where", "help",
 )  # fmt: skip
-"""Words that say nothing, between pictures."""
+"""Words that say nothing, around pictures."""
+
+
+def filler(chance: Random, count: int) -> str:
+    """So many of them; one in five is made up, so that pieces of words no question has are met as well."""
+    made_up = ("".join(chance.choices("abcdefghijklmnopqrstuvwxyz", k=chance.randint(2, 8))) for _ in range(count))
+    return " ".join(one if chance.random() < 0.2 else chance.choice(FILLER_WORDS) for one in made_up)
+
 
 SYSTEMS = ("You are a helpful assistant.", "Answer briefly.", "You look at pictures and answer questions about them.")
 

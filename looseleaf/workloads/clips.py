@@ -12,30 +12,35 @@ GRID = 3
 
 _COLOUR = Phrases(
     usual=("What colour is the {shape} in frame {frame}?", "Which colour has the {shape} in frame {frame}?",
-           "In frame {frame}, what is the colour of the {shape}?"),
+           "In frame {frame}, what is the colour of the {shape}?", "In frame {frame}, what colour is the {shape}?",
+           "Tell me the colour of the {shape} in frame {frame}.", "Which colour is the {shape} of frame {frame}?",
+           "Frame {frame}: which colour does the {shape} have?"),
     held=("In frame {frame}, which colour has the {shape}?", "What is the colour of the {shape} in frame {frame}?"),
 )  # fmt: skip
 _SHAPE = Phrases(
     usual=("What shape is at {cell} of frame {frame}?", "Which shape does frame {frame} show at {cell}?",
-           "In frame {frame}, what is the shape at {cell}?"),
+           "In frame {frame}, what is the shape at {cell}?", "In frame {frame}, what shape is at {cell}?",
+           "Tell me the shape at {cell} of frame {frame}.", "Which shape is at {cell} in frame {frame}?",
+           "Frame {frame}, {cell}: which shape is it?"),
     held=("In frame {frame}, which shape is at {cell}?", "What is the shape at {cell} of frame {frame}?"),
 )  # fmt: skip
 _HAPPENED = Phrases(
     usual=("What happened in frame {frame}?", "What is new in frame {frame}?", "Which event does frame {frame} show?",
-           "Tell me the event in frame {frame}.", "What is it that happened in frame {frame}?"),
+           "Tell me the event in frame {frame}.", "What is it that happened in frame {frame}?",
+           "Which is the event of frame {frame}?", "In frame {frame}, what happened?", "Say what frame {frame} shows.",
+           "What did happen in frame {frame}?", "Frame {frame} shows which event?"),
     held=("What is the event in frame {frame}?",),
 )  # fmt: skip
 _WHEN = Phrases(
     usual=(
-        "In which frame is it that the {event}?",
-        "Tell me the frame where the {event}.",
-        "Which frame shows that the {event}?",
-        "Say in which frame the {event}.",
-        "When is it that the {event}, in which frame?",
-        "Tell me the frame in which the {event}.",
+        "In which frame is it that the {event}?", "Tell me the frame where the {event}.",
+        "Which frame shows that the {event}?", "Say in which frame the {event}.",
+        "When is it that the {event}, in which frame?", "Tell me the frame in which the {event}.",
+        "In which frame do you see that the {event}?", "The {event}: in which frame?",
+        "I need the frame in which the {event}.", "Tell me when the {event}.",
     ),
     held=("Tell me in which frame the {event}.",),
-)
+)  # fmt: skip
 _FIRST = Phrases(
     usual=("Which came first: the {one} or the {other}?", "Of these, which happened first: the {one}, the {other}?"),
     held=("Which happened first: the {one} or the {other}?",),

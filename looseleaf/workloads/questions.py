@@ -157,6 +157,12 @@ def cell_name(at: int, columns: int) -> str:
 
 
 PICTURES = Phrases(
-    usual=("picture {tag}", "image {tag}", "the picture marked {tag}"),
+    usual=(
+        "picture {tag}",
+        "image {tag}",
+        "the picture marked {tag}",
+        "the image {tag}",
+        "the image with the mark {tag}",
+    ),
     held=("the image marked {tag}",),
 )

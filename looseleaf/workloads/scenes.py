@@ -38,42 +38,55 @@ _AT = Phrases(
     usual=(
         "What {what} is at {cell} of {picture}?", "Which {what} does {picture} show at {cell}?",
         "In {picture}, what is the {what} at {cell}?", "Tell me the {what} at {cell} in {picture}.",
-        "Which {what} is at {cell} of {picture}?",
+        "Which {what} is at {cell} of {picture}?", "What {what} does {picture} have at {cell}?",
+        "Look at {cell} of {picture}: which {what} is it?", "At {cell} of {picture}, what {what} is there?",
+        "I need the {what} at {cell} of {picture}.", "{picture}, {cell}: which {what}?",
+        "Say which {what} {picture} has at {cell}.", "Give me the {what} that is at {cell} in {picture}.",
     ),
     held=("What is the {what} at {cell} of {picture}?", "In {picture}, which {what} is at {cell}?"),
 )  # fmt: skip
 _LEGEND = Phrases(
     usual=(
         "Which code does the key give the {shape}?", "What is the code of the {shape}?",
-        "Tell me the code of the {shape}.",
-        "By the key, which code has the {shape}?",
+        "Tell me the code of the {shape}.", "By the key, which code does the {shape} have?",
+        "What code does the key have for the {shape}?", "The {shape} has which code?",
+        "I need the code of the {shape}.", "Look at the key: what is the code of the {shape}?",
+        "Which code belongs to the {shape}?", "Say which code the {shape} has.",
     ),
     held=("Which code has the {shape}?", "By the key, what is the code of the {shape}?"),
 )  # fmt: skip
 _LEGEND_CELL = Phrases(
     usual=("Which code does the key show at {cell}?", "What is the code at {cell} of the key?",
-           "Tell me the code at {cell} of the key."),
+           "Tell me the code at {cell} of the key.", "What code is at {cell} of the key?",
+           "In the key, which code is at {cell}?"),
     held=("Which code is at {cell} of the key?",),
 )  # fmt: skip
 _TAG = Phrases(
     usual=("Which picture shows a {thing} at {cell}?", "In which image is a {thing} at {cell}?",
-           "Tell me the picture with a {thing} at {cell}."),
+           "Tell me the picture with a {thing} at {cell}.", "Which image has a {thing} at {cell}?",
+           "In which picture do you see a {thing} at {cell}?", "A {thing} is at {cell} of which picture?"),
     held=("In which picture is a {thing} at {cell}?",),
 )  # fmt: skip
 _COLOUR_OF = Phrases(
     usual=("What colour is the {shape} in {picture}?", "Which colour does the {shape} of {picture} have?",
-           "In {picture}, what is the colour of the {shape}?"),
+           "In {picture}, what is the colour of the {shape}?", "Tell me the colour of the {shape} in {picture}.",
+           "In {picture}, what colour is the {shape}?", "Which colour is the {shape} of {picture}?"),
     held=("In {picture}, which colour does the {shape} have?",),
 )  # fmt: skip
 _WHERE = Phrases(
     usual=("Where in {picture} is the {thing}?", "In {picture}, where is the {thing}?",
-           "Tell me the cell of {picture} with the {thing}."),
+           "Tell me the cell of {picture} with the {thing}.", "Which cell of {picture} shows the {thing}?",
+           "Where is the {thing} of {picture}?", "Say where in {picture} the {thing} is."),
     held=("Tell me where the {thing} is in {picture}.",),
 )  # fmt: skip
 _CHANGED = Phrases(
     usual=(
         "Which cell changed between {before} and {after}?", "Which cell of {after} is not as in {before}?",
         "Where do {before} and {after} differ?", "Tell me the cell that changed from {before} to {after}.",
+        "Where is {after} not as {before}?", "In which cell do {before} and {after} differ?",
+        "From {before} to {after}, which cell changed?", "Which cell is new in {after}, compared with {before}?",
+        "Tell me which cell of {after} changed since {before}.", "Where did {before} change to become {after}?",
+        "Compare {before} with {after}: which cell is not the same?", "Say where {after} differs from {before}.",
     ),
     held=("Which cell changed from {before} to {after}?", "Tell me where {before} and {after} differ."),
 )  # fmt: skip
@@ -81,6 +94,11 @@ _CHANGED_TO = Phrases(
     usual=(
         "What is new in {after}, compared with {before}?", "What does the changed cell of {after} show?",
         "One cell changed from {before} to {after}: what is it now?", "What did {after} get that {before} has not?",
+        "What does {after} have that {before} has not?", "What is in {after} that was not in {before}?",
+        "Which thing of {after} is new since {before}?", "What is new in {after}, and was not in {before}?",
+        "Compare {before} with {after}: what is new?", "What does {after} show in the cell that changed?",
+        "Tell me what is new in {after} since {before}.", "What is it that {after} has and {before} has not?",
+        "From {before} to {after}, what is new?", "Say what the cell of {after} that changed shows.",
     ),
     held=("What is new in {after} that {before} has not?", "What does the cell that changed in {after} show?"),
 )  # fmt: skip

@@ -18,7 +18,9 @@ from looseleaf.workloads.questions import LETTERS, Fact, Phrases, Question, Spli
 
 _NUMBER = Phrases(
     usual=("What number was on the sign with the {what}?", "Which number did the sign with the {what} show?",
-           "Tell me the number beside the {what}.", "Which number belongs to the {what}?"),
+           "Tell me the number beside the {what}.", "Which number belongs to the {what}?",
+           "What number did you see with the {what}?", "The sign with the {what} had which number?",
+           "Which number stood beside the {what}?", "Say which number was with the {what}."),
     held=("Which number was beside the {what}?", "Tell me the number on the sign with the {what}."),
 )  # fmt: skip
 _FORM = Phrases(usual=("Fill in the {what} of each sign.", "Give each sign its {what}."),
