@@ -15,7 +15,7 @@ from looseleaf.prompt.media import MediaLimits, read_picture
 from looseleaf.prompt.segments import Image
 
 GREEN, RED, BLUE, GREY = "#2f8f4e", "#c8372d", "#3f6fd8", "#777777"
-COLOURS = (BLUE, RED, "#e8862e", "#8e4bb8", "#3a9d8f")
+COLOURS = (BLUE, RED, "#e8862e", "#8e4bb8", "#3a9d8f", "#b5a53a")
 
 
 def plain(text: str, most: int = 60) -> str:

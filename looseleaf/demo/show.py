@@ -363,9 +363,9 @@ def _head(console: Console, number: int, title: str) -> None:
 
 
 def _table(*heads: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for head in heads:
-        table.add_column(head)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    for number, head in enumerate(heads):
+        table.add_column(head, no_wrap=number == 0)
     return table
 
 

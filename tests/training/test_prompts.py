@@ -152,7 +152,7 @@ def test_training_begins_with_words_and_ends_with_everything() -> None:
         assert course.number == number
         assert course.drilled is None or level.drills
         assert course.heed(int(level.until), {})
-    assert course.shares["pictures"] == pytest.approx(0.95 * 0.7 * (1 - FOCUS))
+    assert course.shares["pictures"] == pytest.approx(0.92 * 0.7 * (1 - FOCUS))
     assert sum(course.shares.values()) == pytest.approx(1)
     assert "streams" not in course.shares
 
