@@ -19,6 +19,7 @@ from looseleaf.errors import (
 )  # fmt: skip
 from looseleaf.link.plan import Plan
 from looseleaf.link.policies import (
+    Auto,
     DeepLayers,
     Deviation,
     FirstK,
@@ -40,9 +41,9 @@ from looseleaf.version import VERSION
 __version__ = VERSION
 
 __all__ = [
-    "Answer", "CancelledError", "Clip", "ClosedError", "Config", "ConfigError", "DeepLayers", "Deviation", "Document",
-    "EngineConfig", "FirstK", "FullReuse", "Image", "LayerAdaptive", "LimitError", "Looseleaf", "LooseleafError",
-    "LowRankKeys", "MediaError", "MediaLimits", "Message", "ModelError", "ModelLoadError", "Patched", "Plan", "Policy",
-    "PolicyError", "PrefixCache", "Progress", "PromptError", "QueryAware", "QueueFullError", "Reply", "Reprefill",
-    "Sampling", "UnsupportedModelError", "Usage", "parse_policy",
+    "Answer", "Auto", "CancelledError", "Clip", "ClosedError", "Config", "ConfigError", "DeepLayers", "Deviation",
+    "Document", "EngineConfig", "FirstK", "FullReuse", "Image", "LayerAdaptive", "LimitError", "Looseleaf",
+    "LooseleafError", "LowRankKeys", "MediaError", "MediaLimits", "Message", "ModelError", "ModelLoadError",
+    "Patched", "Plan", "Policy", "PolicyError", "PrefixCache", "Progress", "PromptError", "QueryAware",
+    "QueueFullError", "Reply", "Reprefill", "Sampling", "UnsupportedModelError", "Usage", "parse_policy",
 ]  # fmt: skip

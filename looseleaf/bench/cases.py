@@ -140,7 +140,8 @@ def make_cases(ll: Looseleaf, asked: Sequence[Item], *, layers: Sequence[int] = 
     return [
         Case(
             item=item, prompt=one.prompt, told=answer.token_ids, right=answer.text.strip() == item.question.answer,
-            ceiling=ceiling, conditioned={span.start: part(rows, span) for span in one.prompt.chunks},
+            ceiling=ceiling,
+            conditioned={span.start: rows.part(span.start, span.stop) for span in one.prompt.chunks},
             alone={span.start: rows_alone(ll, span) for span in one.prompt.chunks},
         )
         for item, one, answer, ceiling, rows in zip(asked, requests, answers, ceilings, caught, strict=True)
@@ -159,15 +160,6 @@ def rows_alone(ll: Looseleaf, span: Span) -> KVRows:
     record = ll.store.get(ll.linker.keys.kv(span.chunk))
     assert isinstance(record, ChunkKV), "the chunk is not stored: there is nothing to compare with"
     return record.rows
-
-
-def part(rows: KVRows, span: Span) -> KVRows:
-    """A span's rows of a prompt's, as views."""
-    return KVRows.of_views(
-        rows.layout,
-        [one[:, span.start : span.stop] for one in rows.keys],
-        [one[:, span.start : span.stop] for one in rows.values],
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

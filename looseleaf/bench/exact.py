@@ -29,6 +29,7 @@ from looseleaf.engine.scheduler import EngineConfig
 from looseleaf.kv.attention import Capture
 from looseleaf.kv.layout import KVRows
 from looseleaf.link.policies import (
+    Auto,
     DeepLayers,
     Deviation,
     FirstK,
@@ -56,6 +57,7 @@ SHIFTS = (1, 7, 100, 1_000, 10_000, 100_000)
 EVERYTHING: tuple[Policy, ...] = (
     Reprefill(), PrefixCache(), FirstK(k=10**6), Deviation(ratio=1.0), LayerAdaptive(ratio=1.0),
     QueryAware(ratio=1.0), LowRankKeys(rank=10**6), DeepLayers(from_layer=0), Patched(share=1.0),
+    Auto(mode="exact"),
 )  # fmt: skip
 """Every policy set so that nothing approximate is left: each must equal a plain forward."""
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from looseleaf.bench.cases import Arm, Item, Try, bounds_of, closed, make_cases, mean_kl, part, rows_alone, try_all
+from looseleaf.bench.cases import Arm, Item, Try, bounds_of, closed, make_cases, mean_kl, rows_alone, try_all
 from looseleaf.bench.models import each_model
 from looseleaf.bench.report import BenchOptions, Report
 from looseleaf.kv.layout import KVRows
@@ -149,7 +149,11 @@ def last_patches(ll: Looseleaf, asked: Sequence[Item]) -> list[Patch]:
         Way(prompt=prompt, policy=Reprefill(), rows=rows) for prompt, rows in zip(prompts, caught, strict=True)
     ])  # fmt: skip
     return [
-        form_patch(part(rows, prompt.chunks[-1]), rows_alone(ll, prompt.chunks[-1]), share=SHARE)
+        form_patch(
+            rows.part(prompt.chunks[-1].start, prompt.chunks[-1].stop),
+            rows_alone(ll, prompt.chunks[-1]),
+            share=SHARE,
+        )
         for prompt, rows in zip(prompts, caught, strict=True)
     ]
 

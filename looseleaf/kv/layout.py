@@ -86,6 +86,18 @@ class KVRows:
         rows.layout, rows.tokens, rows.keys, rows.values = layout, keys[0].shape[1], keys, values
         return rows
 
+    def part(self, start: int, stop: int) -> KVRows:
+        """Some of the rows, as views."""
+        keys, values = ([one[:, start:stop] for one in planes] for planes in (self.keys, self.values))
+        return KVRows.of_views(self.layout, keys, values)
+
+    def copy(self) -> KVRows:
+        """The same rows in a buffer of their own."""
+        rows = KVRows(self.layout, self.tokens, self.device)
+        for mine, own in zip((*rows.keys, *rows.values), (*self.keys, *self.values), strict=True):
+            mine.copy_(own)
+        return rows
+
     @property
     def nbytes(self) -> int:
         """Bytes held."""

@@ -64,8 +64,4 @@ class SlotTable:
 
     def copy_out(self, slots: range) -> KVRows:
         """A copy of these rows in every layer."""
-        part = KVRows(self.rows.layout, len(slots), self.rows.device)
-        for layer in range(len(part.keys)):
-            part.keys[layer].copy_(self.rows.keys[layer][:, slots.start : slots.stop])
-            part.values[layer].copy_(self.rows.values[layer][:, slots.start : slots.stop])
-        return part
+        return self.rows.part(slots.start, slots.stop).copy()

@@ -1,13 +1,15 @@
 """Harvest: the request that computes a chunk in context leaves its patch behind, for one forward of the chunk alone.
 
 What it computed is written down when its answer is out; the patch is formed when nobody waits for the model. Only exact
-rows are taken: a patch made behind a patched chunk would carry that one's error on.
+rows are taken: a patch made behind a patched chunk would carry that one's error on. A request in a hurry leaves its
+prompt instead, which is computed in context then.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -16,11 +18,11 @@ from looseleaf.kv.layout import KVRows
 from looseleaf.kv.records import ChunkKV, Pointer
 from looseleaf.link.linker import Keep, Linker
 from looseleaf.link.policies import PatchForm
-from looseleaf.link.records import antecedents
+from looseleaf.link.records import Antecedent, antecedents
 from looseleaf.link.sequence import Linked
 from looseleaf.model.rotary import unrotate
 from looseleaf.patch.form import form_patch
-from looseleaf.prompt.chunks import Chunk, Span
+from looseleaf.prompt.chunks import Chunk, Prompt, Span
 from looseleaf.store.protocol import Key
 
 log = logging.getLogger(__name__)
@@ -37,15 +39,40 @@ class _Conditioned:
 
     chunk: Chunk
     rows: KVRows
+    antecedent: Antecedent
     form: PatchForm
     key: Key
-    close_key: Key
     keep: Keep
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        """Of the patch, alone."""
+        return (self.key,)
 
     @property
     def nbytes(self) -> int:
         """Bytes held while it waits, what its chunk would be seen by included."""
-        return self.rows.nbytes + sum(one.nbytes for one in self.chunk.inputs.values())
+        return self.rows.nbytes + _seen_by(self.chunk)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Unseen:
+    """A prompt that was not computed in context and shall be, for its chunks' patches."""
+
+    prompt: Prompt
+    form: PatchForm
+    keys: tuple[Key, ...]
+    """Of the patches that are missing."""
+    keep: Keep
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held while it waits."""
+        return sum(_seen_by(span.chunk) for span in self.prompt.chunks if span.chunk is not None)
+
+
+def _seen_by(chunk: Chunk) -> int:
+    return sum(one.nbytes for one in chunk.inputs.values())
 
 
 @dataclass
@@ -53,6 +80,8 @@ class HarvestCounters:
     """What came of it."""
 
     patches: int = 0
+    prompts: int = 0
+    """Computed in context once more, for requests that had not."""
     patch_bytes: int = 0
     page_bytes: int = 0
     """Of the chunks they are for."""
@@ -68,14 +97,14 @@ class Harvest:
     def __init__(self, linker: Linker, *, most_bytes: int = MOST_BYTES):
         self._linker = linker
         self._most_bytes = most_bytes
-        self._waiting: deque[_Conditioned] = deque()
+        self._waiting: deque[_Conditioned | _Unseen] = deque()
         self._keys: set[Key] = set()
         self._held_bytes = 0
         self.counters = HarvestCounters()
 
     @property
     def waiting(self) -> int:
-        """Chunks whose patch is still to be formed."""
+        """Chunks whose patch is still to be formed, and prompts to be computed for theirs."""
         return len(self._waiting)
 
     @property
@@ -86,35 +115,51 @@ class Harvest:
     @torch.inference_mode()
     def note(self, linked: Linked, keep: Keep) -> None:
         """Write down the chunks a finished sequence computed in context, as far as its rows are exact."""
-        plan, linker = linked.plan, self._linker
+        plan = linked.plan
         if plan.patch is None or not keep.store or not keep.harvest:
             return
         try:
             computed = {piece.start for piece in plan.pieces if piece.use == "compute" and piece.exact}
-            before = antecedents(linked.prompt)
-            for span in linked.prompt.chunks:
-                assert span.chunk is not None
-                key = linker.keys.patch(span.chunk, before[span.start], plan.patch)
-                taken = key in self._keys or linker.store.contains(key)
-                if span.start not in computed or span.stop > linked.table.exact_tokens or taken:
-                    continue
-                self._add(
-                    _Conditioned(
-                        chunk=span.chunk, rows=_unrotated(linked, span), form=plan.patch, key=key,
-                        close_key=linker.keys.close(span.chunk, before[span.start], plan.patch), keep=keep,
-                    )
-                )  # fmt: skip
+            unpatched = {
+                piece.start for piece in plan.pieces if piece.use == "reuse" and not (piece.exact or piece.patched)
+            }
+            missing = []
+            for span, antecedent, key in self._missing(linked.prompt, plan.patch):
+                if span.start in computed and span.stop <= linked.table.exact_tokens:
+                    self._add_chunk(span, antecedent, _unrotated(linked, span), plan.patch, key, keep)
+                elif span.start in unpatched:
+                    missing.append(key)
+            if plan.later and missing:
+                self._add(_Unseen(prompt=linked.prompt, form=plan.patch, keys=tuple(missing), keep=keep))
         except Exception:
             self._give_up()
 
+    def _missing(self, prompt: Prompt, form: PatchForm) -> Iterator[tuple[Span, Antecedent, Key]]:
+        """A prompt's chunks whose patch is neither stored nor on its way, and the patch's key."""
+        linker, before = self._linker, antecedents(prompt)
+        for span in prompt.chunks:
+            assert span.chunk is not None
+            key = linker.keys.patch(span.chunk, before[span.start], form)
+            if key not in self._keys and not linker.store.contains(key):
+                yield span, before[span.start], key
+
+    def _add_chunk(
+        self, span: Span, antecedent: Antecedent, rows: KVRows, form: PatchForm, key: Key, keep: Keep
+    ) -> None:
+        assert span.chunk is not None
+        self._add(_Conditioned(chunk=span.chunk, rows=rows, antecedent=antecedent, form=form, key=key, keep=keep))
+
     @torch.inference_mode()
     def work(self) -> bool:
-        """Form one patch and store it; False when there is none to form."""
+        """Form one patch and store it, or compute one prompt for its patches; False when nothing waits."""
         if not self._waiting:
             return False
         one = self._pop()
         try:
-            self._form(one)
+            if isinstance(one, _Unseen):
+                self._compute(one)
+            else:
+                self._form(one)
         except Exception:
             self._give_up()
         return True
@@ -124,6 +169,16 @@ class Harvest:
         while self._waiting:
             self._pop()
 
+    def _compute(self, one: _Unseen) -> None:
+        """A prompt in context, as a request that is not in a hurry would have."""
+        missing = list(self._missing(one.prompt, one.form))
+        if not missing:
+            return
+        rows = self._linker.prefill(one.prompt, one.keep)
+        self.counters.prompts += 1
+        for span, antecedent, key in missing:
+            self._add_chunk(span, antecedent, rows.part(span.start, span.stop).copy(), one.form, key, one.keep)
+
     def _form(self, one: _Conditioned) -> None:
         linker, store = self._linker, self._linker.store
         linker.warm([one.chunk], keep=one.keep)
@@ -132,25 +187,26 @@ class Harvest:
             return
         patch = form_patch(one.rows, alone.rows, share=one.form.share, from_layer=one.form.from_layer)
         if store.put(one.key, patch, ttl_s=one.keep.ttl_s):
-            store.put(one.close_key, Pointer(identity=one.key.identity), ttl_s=one.keep.ttl_s)
+            for key in linker.keys.found_by(one.chunk, one.antecedent, one.form):
+                store.put(key, Pointer(identity=one.key.identity), ttl_s=one.keep.ttl_s)
             self.counters.patches += 1
             self.counters.patch_bytes += patch.nbytes
             self.counters.page_bytes += alone.nbytes
 
-    def _add(self, one: _Conditioned) -> None:
+    def _add(self, one: _Conditioned | _Unseen) -> None:
         if one.nbytes > self._most_bytes:
             self.counters.dropped += 1
             return
         self._waiting.append(one)
-        self._keys.add(one.key)
+        self._keys.update(one.keys)
         self._held_bytes += one.nbytes
         while self._held_bytes > self._most_bytes:
             self._pop()
             self.counters.dropped += 1
 
-    def _pop(self) -> _Conditioned:
+    def _pop(self) -> _Conditioned | _Unseen:
         one = self._waiting.popleft()
-        self._keys.discard(one.key)
+        self._keys.difference_update(one.keys)
         self._held_bytes -= one.nbytes
         return one
 

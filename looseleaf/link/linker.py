@@ -128,6 +128,29 @@ class Linker:
             if not self.store.contains(key):
                 self._put(key, SequenceKV(rows=linked.table.copy_out(slots)), keep)
 
+    @torch.inference_mode()
+    def prefill(self, prompt: Prompt, keep: Keep) -> KVRows:
+        """Every row of a prompt, computed in context, keys un-rotated; nothing of them is stored."""
+        rows = KVRows(self.adapter.layout, len(prompt), self.adapter.device)
+        features = {
+            place: found
+            for place, span in enumerate(prompt.chunks)
+            if span.chunk is not None and (found := self._features(span.chunk, keep)) is not None
+        }
+        self._run_alone(prompt, features, Capture(rows=rows))
+        return rows
+
+    def _run_alone(self, prompt: Prompt, features: dict[int, Features], capture: Capture) -> None:
+        """One pass over all rows of a prompt, in a table of its own."""
+        scratch = self._start(prompt, _compute_all(prompt), len(prompt))
+        scratch.features = features
+        try:
+            lane = scratch.take(len(prompt))
+            lane.capture = capture
+            self.adapter.decoder.run([lane])
+        finally:
+            scratch.release()
+
     def _start(self, prompt: Prompt, plan: Plan, capacity: int) -> Linked:
         home_pos = len(self.canonical.ids)
         return Linked(self.adapter, self.pool, prompt, plan, capacity=capacity, home_pos=home_pos)
@@ -137,7 +160,7 @@ class Linker:
         assert chunk is not None
         patch = ""
         if policy.patch is not None and antecedent is not None:
-            found = self._find_patch(chunk, antecedent, policy.patch, close=policy.close)
+            found = self._find_patch(chunk, antecedent, policy.patch, policy.drifts)
             patch = found[0] if found else ""
         return Known(
             kv=self.store.contains(self.keys.kv(chunk)),
@@ -146,15 +169,17 @@ class Linker:
         )
 
     def _find_patch(
-        self, chunk: Chunk, antecedent: Antecedent, form: PatchForm, *, close: bool
+        self, chunk: Chunk, antecedent: Antecedent, form: PatchForm, drifts: Sequence[str]
     ) -> tuple[str, Key] | None:
-        """The best patch there is, `exact` or `close`, and its key."""
+        """The best patch there is, `exact` or by which drift, and its key."""
         key = self.keys.patch(chunk, antecedent, form)
         if self.store.contains(key):
             return "exact", key
-        if close and isinstance(pointer := self.store.get(self.keys.close(chunk, antecedent, form)), Pointer):
-            key = Key(pointer.identity, "patch")
-            return ("close", key) if self.store.contains(key) else None
+        for drift in drifts:
+            close = self.keys.close(drift, chunk, antecedent, form)
+            pointer = self.store.get(close) if close is not None else None
+            if isinstance(pointer, Pointer) and self.store.contains(key := Key(pointer.identity, "patch")):
+                return drift, key
         return None
 
     def _fetch_prefix(self, linked: Linked) -> None:
@@ -176,7 +201,7 @@ class Linker:
         """Go on with what is left of a prefix: everything behind it is computed."""
         self.counters.fallbacks += 1
         pieces = tuple(
-            replace(piece, use="compute", stored=False) if piece.stop > tokens else piece
+            replace(piece, use="compute", stored=False, patched="") if piece.stop > tokens else piece
             for piece in linked.plan.pieces
         )
         rows = replace(linked.plan.rows[0], slots=(range(tokens, len(linked.prompt)),))
@@ -193,7 +218,7 @@ class Linker:
         for span in linked.prompt.chunks:
             if span.start in patched:
                 assert span.chunk is not None
-                found = self._find_patch(span.chunk, before[span.start], plan.patch, close=plan.close)
+                found = self._find_patch(span.chunk, before[span.start], plan.patch, plan.drifts)
                 patch = self.store.get(found[1]) if found else None
                 if isinstance(patch, Patch):
                     linked.patches[span.start] = patch
@@ -320,14 +345,10 @@ class Linker:
     def _ask_oracle(self, linked: Linked) -> None:
         """A full prefill in a table of its own, for the offline controls."""
         adapter, prompt = self.adapter, linked.prompt
-        scratch = self._start(prompt, _compute_all(prompt), len(prompt))
-        scratch.features = linked.features
-        lane = scratch.take(len(prompt))
         question = prompt.chunks[-1].stop if prompt.chunks else 0
         rows = KVRows(adapter.layout, len(prompt), adapter.device) if linked.plan.keys_rank is not None else None
-        lane.capture = Capture(rows=rows, mass_from=question if rows is None else None)
-        adapter.decoder.run([lane])
-        scratch.release()
+        capture = Capture(rows=rows, mass_from=question if rows is None else None)
+        self._run_alone(prompt, linked.features, capture)
         if rows is not None:
             reused = {piece.start for piece in linked.plan.pieces if piece.use == "reuse"}
             spans = [span for span in prompt.chunks if span.start in reused]
@@ -335,8 +356,8 @@ class Linker:
             linked.sources = [(span, low_rank(rows, span, linked.plan.keys_rank)) for span in spans]
             return
         share = next(rows.select.share for rows in linked.plan.rows if rows.select is not None)
-        assert lane.capture.mass is not None
-        linked.chosen = most_attended(lane.capture.mass, [span for span, _ in linked.open_sources()], share)
+        assert capture.mass is not None
+        linked.chosen = most_attended(capture.mass, [span for span, _ in linked.open_sources()], share)
 
     def _put(self, key: object, record: object, keep: Keep) -> None:
         if keep.store:

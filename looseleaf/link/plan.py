@@ -22,7 +22,7 @@ class Known:
     kv: bool = False
     features: bool = False
     patch: str = ""
-    """The best there is of the form the policy asks for: `exact`, for this very antecedent, `close`, or none."""
+    """The best there is of the policy's form: `exact`, for this very antecedent, a drift it differs by, or none."""
     states: frozenset[int] = frozenset()
 
 
@@ -59,7 +59,7 @@ class Piece:
     recomputed: int = 0
     """Of a reused chunk's tokens, how many are computed in context in at least one layer (selections: about)."""
     patched: str = ""
-    """Whose patch a reused chunk gets: `exact`, `close`, or none."""
+    """Whose patch a reused chunk gets: `exact`, that of an antecedent that differs by a drift, or none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,9 @@ class Plan:
     relocate: bool = True
     keys_rank: int | None = None
     patch: PatchForm | None = None
-    close: bool = False
+    drifts: tuple[str, ...] = ()
+    later: bool = False
+    """Whether patches that are missing are to be made once nobody waits."""
     two_step: bool = False
     exact_tokens: int = 0
     """Tokens before this one have exact rows; all behind are approximate."""
@@ -129,7 +131,7 @@ class Plan:
             if piece.recomputed:
                 doing += f", {piece.recomputed} tokens in context"
             if piece.patched:
-                doing += ", patched" + ("" if piece.patched == "exact" else f" ({piece.patched})")
+                doing += ", patched" + ("" if piece.patched == "exact" else f" (close: {piece.patched})")
             lines.append(
                 f"  [{piece.start:>6}, {piece.stop:>6})  {piece.what:<8}  {doing}{'' if piece.exact else '  ~'}"
             )
@@ -151,6 +153,8 @@ def plan_link(prompt: Prompt, lookup: Lookup, policy: Policy, *, layers: int, ca
     """Turn what is known and a policy into a plan."""
     # the last token is always computed: its output is the answer's first token
     prefix = min(lookup.prefix_tokens, len(prompt) - 1) if policy.uses_prefix else 0
+    if policy.reuses_chunks:  # a chunk is bound whole, over what a prefix has of it
+        prefix = min((span.start for span in prompt.chunks if span.start < prefix < span.stop), default=prefix)
     known = dict(zip((id(span) for span in prompt.chunks), lookup.chunks, strict=True))
     rebuild = policy.patch is not None and policy.rebuild and not _all_patched(prompt, lookup, prefix, canonical)
     pieces: list[Piece] = []
@@ -160,7 +164,11 @@ def plan_link(prompt: Prompt, lookup: Lookup, policy: Policy, *, layers: int, ca
         reusable = span.chunk is not None and policy.reuses_chunks and span.stop < len(prompt)
         if span.stop <= prefix:
             pieces.append(Piece(start=span.start, stop=span.stop, what=what, use="exact", stored=True))
-        elif reusable and _reuses(policy, span, layers) and not (rebuild and not _at_home(span, prompt, canonical)):
+        elif (
+            reusable
+            and (known[id(span)].patch or _reuses(policy, span, layers))
+            and not (rebuild and not _at_home(span, prompt, canonical))
+        ):
             reused.append(span)
             pieces.append(_reuse(span, known[id(span)], policy, prompt, canonical, layers))
         else:
@@ -177,7 +185,8 @@ def plan_link(prompt: Prompt, lookup: Lookup, policy: Policy, *, layers: int, ca
         relocate=policy.relocate,
         keys_rank=policy.keys_rank,
         patch=policy.patch,
-        close=policy.close,
+        drifts=policy.drifts,
+        later=policy.later,
         two_step=policy.two_step,
         exact_tokens=exact_tokens,
         missing=tuple(places[id(span)] for span in reused if policy.keys_rank is None and not known[id(span)].kv),
@@ -210,7 +219,7 @@ def _at_home(span: Span, prompt: Prompt, canonical: Canonical) -> bool:
 def _reuse(span: Span, known: Known, policy: Policy, prompt: Prompt, canonical: Canonical, layers: int) -> Piece:
     home = _at_home(span, prompt, canonical)
     recomputed = 0
-    if not home:
+    if not home and not known.patch:
         for stage in policy.stages(len(span), layers):
             rows = stage.rows
             recomputed = max(recomputed, round(rows.share * len(span)) if isinstance(rows, Select) else len(rows))
@@ -227,8 +236,8 @@ def _rows(
 ) -> tuple[Rows, ...]:
     """Row sets by layer: computed spans everywhere, and of reused chunks what the policy's stages say."""
     base = [range(max(one.start, prefix), one.stop) for one in pieces if one.use == "compute"]
-    bound_home = {piece.start for piece in pieces if piece.use == "reuse" and piece.exact}
-    stages = {span.start: policy.stages(len(span), layers) for span in reused if span.start not in bound_home}
+    ready = {piece.start for piece in pieces if piece.use == "reuse" and (piece.exact or piece.patched)}
+    stages = {span.start: policy.stages(len(span), layers) for span in reused if span.start not in ready}
     rows = []
     for layer in sorted({0, *(stage.layer for each in stages.values() for stage in each)}):
         if layer >= layers:

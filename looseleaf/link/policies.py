@@ -43,6 +43,12 @@ class PatchForm:
     from_layer: int
 
 
+DRIFTS = ("words", "order", "fewer", "again")
+"""How an antecedent may differ from the one a patch was made behind, from the least on: other words between the same
+chunks, the chunks in another order, one chunk fewer, one of them twice. One that is new, or replaced, is never allowed:
+there a patch does harm."""
+
+
 class Policy:
     """What `plan_link` asks of a policy, with the answers most give. A subclass's fields may override any of them."""
 
@@ -52,11 +58,13 @@ class Policy:
     two_step: bool = False
     keys_rank: int | None = None
     patch: PatchForm | None = None
-    """With a form: reused chunks get the patch stored for this very antecedent."""
-    close: bool = False
-    """Whether a patch made behind the same chunks in other words or another order will do."""
+    """With a form: reused chunks get the patch stored for this very antecedent, and computed ones leave theirs."""
+    drifts: tuple[str, ...] = ()
+    """In which ways of DRIFTS the antecedent a patch was made behind may differ."""
     rebuild: bool = True
-    """Where a chunk has no such patch: compute all in context, which leaves patches behind, or relocate that one."""
+    """Where a chunk has no such patch: compute all in context, or do what `stages` says for that one."""
+    later: bool = False
+    """Whether patches that were missing are made once nobody waits, by computing the prompt again."""
 
     def stages(self, tokens: int, layers: int) -> tuple[Stage, ...]:
         """Which of a reused chunk's tokens are computed in context, from which layer on: none."""
@@ -221,11 +229,80 @@ class Patched(Policy):
         """Patches of this form are put on and left behind."""
         return PatchForm(share=float(self.share), from_layer=self.from_layer)
 
+    @property
+    def drifts(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The first two, if any."""
+        return DRIFTS[:2] if self.close else ()
+
     def stages(self, tokens: int, layers: int) -> tuple[Stage, ...]:
         """Nothing is computed."""
         if self.from_layer >= layers:
             raise PolicyError(f"patched: from_layer must be below the model's {layers} layers, got {self.from_layer}")
         return ()
+
+
+MODES = ("exact", "balanced", "fast")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Auto(Policy):
+    """For each chunk the best there is: rows of an equal prefix, a patch for this antecedent, one for a close one.
+
+    Where there is none, `balanced` computes in context, exactly, and leaves a patch behind; `fast` relocates, computes
+    the first `k` tokens, and makes the patch once nobody waits. `exact` uses prefixes alone and leaves patches behind.
+    What is not given is taken from the model's calibration; without one patches have a quarter of the page's bytes, in
+    all layers, and must have been made behind this very antecedent.
+    """
+
+    mode: str = "balanced"
+    share: float | None = None
+    from_layer: int | None = None
+    close: str | None = None
+    """Drifts allowed, joined by +: `words+order`; `none`."""
+    k: int = 32
+
+    uses_prefix = True
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise PolicyError(f"auto: mode must be {', '.join(MODES[:-1])} or {MODES[-1]}, got {self.mode!r}")
+        check_number("auto: share", 0.25 if self.share is None else self.share, low=0, high=1, error=PolicyError)
+        check_whole("auto: from_layer", self.from_layer or 0, low=0, error=PolicyError)
+        check_whole("auto: k", self.k, low=0, error=PolicyError)
+        if not isinstance(self.close, str | None) or not set(self.drifts) <= set(DRIFTS):
+            raise PolicyError(f"auto: close joins some of {', '.join(DRIFTS)} by +, or is none; got {self.close!r}")
+
+    @property
+    def reuses_chunks(self) -> bool:  # type: ignore[override]
+        """Unless every row must be exact."""
+        return self.mode != "exact"
+
+    @property
+    def patch(self) -> PatchForm:  # type: ignore[override]
+        """Patches of this form are put on and left behind."""
+        return PatchForm(share=0.25 if self.share is None else float(self.share), from_layer=self.from_layer or 0)
+
+    @property
+    def drifts(self) -> tuple[str, ...]:  # type: ignore[override]
+        """In the order of preference."""
+        given = [] if self.close in (None, "", "none") else str(self.close).split("+")
+        return tuple(sorted(given, key=lambda one: DRIFTS.index(one) if one in DRIFTS else -1))
+
+    @property
+    def rebuild(self) -> bool:  # type: ignore[override]
+        """Unless somebody is in a hurry."""
+        return self.mode != "fast"
+
+    @property
+    def later(self) -> bool:  # type: ignore[override]
+        """What a hurried request did not compute is made up for."""
+        return self.mode == "fast"
+
+    def stages(self, tokens: int, layers: int) -> tuple[Stage, ...]:
+        """Of a chunk without a patch: the first k."""
+        if (self.from_layer or 0) >= layers:
+            raise PolicyError(f"auto: from_layer must be below the model's {layers} layers, got {self.from_layer}")
+        return (Stage(layer=0, rows=range(min(self.k, tokens))),)
 
 
 def _kebab(name: str) -> str:
@@ -236,7 +313,7 @@ POLICIES: dict[str, type[Policy]] = {
     _kebab(one.__name__): one
     for one in (
         Reprefill, PrefixCache, FullReuse, FirstK, Deviation, LayerAdaptive, QueryAware, LowRankKeys, DeepLayers,
-        Patched,
+        Patched, Auto,
     )
 }  # fmt: skip
 """By the name used on the command line and over HTTP."""
@@ -277,6 +354,9 @@ def parse_policy(text: str) -> Policy:
 
 def _parse_value(policy: str, key: str, kind: str, value: str) -> Any:
     try:
+        kind = kind.removesuffix(" | None")
+        if kind == "str":
+            return value
         if kind == "bool":
             return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[value.lower()]
         return int(value) if kind == "int" else float(value)

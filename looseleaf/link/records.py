@@ -6,8 +6,7 @@ in a block's key and never in a chunk's.
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from looseleaf.identity import digest
@@ -20,14 +19,18 @@ BLOCK = 32
 """Tokens in one block of a stored prefix."""
 
 
+MANY = 32
+"""Chunks in front of a chunk up to which a patch is also found with one of them missing."""
+
+
 class Antecedent(NamedTuple):
     """Everything in front of a chunk, and the chunks alone among it."""
 
     exact: str
     """Digest of words, chunks, and where they stand from the chunk. Not of where the chunk itself stands: attention
     goes by distances, so that a prompt moved as a whole has the same deficits."""
-    chunks: str
-    """Digest of the chunks in front, whatever their order and the words between them."""
+    chunks: tuple[str, ...]
+    """What the chunks in front are, in order."""
 
 
 def antecedents(prompt: Prompt) -> dict[int, Antecedent]:
@@ -38,8 +41,8 @@ def antecedents(prompt: Prompt) -> dict[int, Antecedent]:
     for span in prompt.spans:
         running = digest("antecedent", before=running, step=span.start_pos - last_pos)
         if span.chunk is not None:
-            found[span.start] = Antecedent(exact=running, chunks=digest("chunks", chunks=" ".join(chunks)))
-            insort(chunks, span.chunk.content)
+            found[span.start] = Antecedent(exact=running, chunks=tuple(chunks))
+            chunks.append(span.chunk.content)
         what = span.chunk.content if span.chunk else digest("words", ids=prompt.ids[span.start : span.stop])
         running = digest("antecedent", before=running, what=what)
         last_pos = span.start_pos
@@ -85,9 +88,25 @@ class Keys:
         """What a chunk's KV lacks behind one antecedent, as far as patches of this form keep it."""
         return Key(self._patch(chunk, antecedent.exact, form), "patch")
 
-    def close(self, chunk: Chunk, antecedent: Antecedent, form: PatchForm) -> Key:
-        """Where the last patch made behind the same chunks lies, in whatever words and order."""
-        return Key(self._patch(chunk, antecedent.chunks, form), "close")
+    def close(self, drift: str, chunk: Chunk, antecedent: Antecedent, form: PatchForm) -> Key | None:
+        """Where it says which patch was made last behind an antecedent that differs by a drift; None if none can be."""
+        before = antecedent.chunks
+        if drift == "again":
+            return None if len(set(before)) == len(before) else self._close("order", chunk, sorted(set(before)), form)
+        return self._close(drift, chunk, before if drift == "words" else sorted(before), form)
+
+    def found_by(self, chunk: Chunk, antecedent: Antecedent, form: PatchForm) -> Iterator[Key]:
+        """Where to say that a patch was made behind this antecedent."""
+        before = antecedent.chunks
+        yield self._close("words", chunk, before, form)
+        yield self._close("order", chunk, sorted(before), form)
+        for gone in sorted(set(before)) if len(before) <= MANY else ():
+            left = list(before)
+            left.remove(gone)
+            yield self._close("fewer", chunk, sorted(left), form)
+
+    def _close(self, drift: str, chunk: Chunk, before: Sequence[str], form: PatchForm) -> Key:
+        return Key(self._patch(chunk, digest("close", drift=drift, chunks=" ".join(before)), form), "close")
 
     def _patch(self, chunk: Chunk, antecedent: str, form: PatchForm) -> str:
         made = {"share": form.share, "from_layer": form.from_layer}

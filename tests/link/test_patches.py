@@ -108,12 +108,12 @@ def test_a_close_patch_is_one_of_the_same_chunks_in_other_words_or_order(opened:
     reworded = ["Look", one, two, three, "well?"]
     assert ll.plan(reworded, policy=WHOLE).count().patched == 0
     assert ll.plan(reworded, policy=close).count().patched == 3 * size
-    assert "patched (close)" in str(ll.plan(reworded, policy=close))
+    assert "patched (close: words)" in str(ll.plan(reworded, policy=close))
     assert ll.plan(["See", one, "and", two, "and", three, "so?"], policy=close).pieces[1].patched == "exact"
     exchanged = ll.plan(
         ["See", two, "and", one, "and", three, "what?"], policy=Patched(share=1.0, close=True, rebuild=False)
     )
-    assert [piece.patched for piece in exchanged.pieces if piece.what == "image"] == ["", "", "close"]
+    assert [piece.patched for piece in exchanged.pieces if piece.what == "image"] == ["", "", "order"]
     for front in ([other, two], [one, two, other], [two]):
         assert ll.plan(["See", *front, three, "what?"], policy=close).count().patched == 0
     usage = ll.ask(reworded, policy=close, max_tokens=2).usage

@@ -43,7 +43,7 @@ SOME_POLICY = st.one_of(
 def test_policies_go_by_these_names() -> None:
     assert list(POLICIES) == [
         "reprefill", "prefix-cache", "full-reuse", "first-k", "deviation", "layer-adaptive", "query-aware",
-        "low-rank-keys", "deep-layers", "patched",
+        "low-rank-keys", "deep-layers", "patched", "auto",
     ]  # fmt: skip
 
 
@@ -267,9 +267,10 @@ def test_deep_layers_enter_with_stored_states_unless_they_start_at_the_bottom() 
 
 
 def test_what_a_policy_reuses_is_told_by_its_class() -> None:
-    told = {name: (kind.reuses_chunks, kind.uses_prefix) for name, kind in POLICIES.items()}
+    told = {name: (kind().reuses_chunks, kind.uses_prefix) for name, kind in POLICIES.items()}
     assert told.pop("reprefill") == (False, False)
     assert told.pop("prefix-cache") == (False, True)
+    assert told.pop("auto") == (True, True)
     assert set(told.values()) == {(True, False)}
     assert LowRankKeys(rank=5).keys_rank == 5
     assert FirstK().keys_rank is None
