@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from looseleaf.checks import check_whole
 from looseleaf.engine.scheduler import EngineConfig
@@ -24,6 +25,8 @@ class Config:
     """Budget of the in-memory store: chunk records, features and prefixes together."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     media: MediaLimits = field(default_factory=MediaLimits)
+    calibration: Path | None = None
+    """What `looseleaf calibrate` wrote; None: looked for beside the model and in the user's cache."""
 
     def __post_init__(self) -> None:
         check_whole("store_bytes", self.store_bytes, low=0)

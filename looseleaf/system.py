@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from looseleaf.config import Config
 from looseleaf.engine.engine import Engine, Job
 from looseleaf.engine.request import Answer, Progress, Request, Sampling
 from looseleaf.errors import ClosedError, ConfigError, PolicyError
+from looseleaf.link.calibration import find_calibration
 from looseleaf.link.linker import Keep, Linker
 from looseleaf.link.plan import Plan
 from looseleaf.link.policies import Policy, parse_policy
@@ -33,6 +35,8 @@ from looseleaf.prompt.build import PromptBuilder
 from looseleaf.prompt.segments import PromptLike, Segment
 from looseleaf.store.memory import MemoryStore
 from looseleaf.store.protocol import StoreStats
+
+log = logging.getLogger(__name__)
 
 DEFAULT_MODEL = "embedded:qwen2_5_vl"
 
@@ -163,6 +167,12 @@ class Looseleaf:
         self.builder = PromptBuilder(adapter, limits=self.config.media, canonical=self.config.canonical)
         self.linker = Linker(adapter, self.store, self.builder.canonical, max_rows=self.config.engine.max_rows)
         self.engine = Engine(self.linker, self.config.engine)
+        self.calibration = find_calibration(
+            Path(adapter.model.name_or_path), adapter.fingerprint, self.dtype, self.builder.canonical.identity,
+            given=self.config.calibration,
+        )  # fmt: skip
+        """What was measured of this model; None: nothing yet."""
+        self._warned = False
         self.reference = Reference(self.builder, self.linker)
         """The model's own forward, to compare with."""
         if adapter.sees_images and not adapter.family.known:
@@ -195,6 +205,11 @@ class Looseleaf:
             tell=tell,
         )
         return cls(adapter, config)
+
+    @property
+    def dtype(self) -> str:
+        """Of the model's rows, as it is called everywhere."""
+        return str(self.adapter.layout.dtype).removeprefix("torch.")
 
     def ask(self, prompt: PromptLike, **options: Any) -> Answer:
         """Answer a prompt. Options: `policy`, `no_store`, `no_harvest`, `ttl_s` and everything in Sampling."""
@@ -273,9 +288,22 @@ class Looseleaf:
         chosen = Sampling(**sampling)
         built = self.builder.build(prompt, start_pos=start_pos, max_tokens=chosen.max_tokens)
         return Request(
-            prompt=built, policy=policy or self.config.policy, sampling=chosen,
+            prompt=built, policy=self._tuned(policy or self.config.policy), sampling=chosen,
+            calibrated=self.calibration is not None,
             keep=Keep(store=not no_store, harvest=not no_harvest, ttl_s=ttl_s), prepare_s=time.perf_counter() - started,
         )  # fmt: skip
+
+    def _tuned(self, policy: Policy) -> Policy:
+        """A policy as the calibration sets it; without one, said aloud once."""
+        if self.calibration is not None:
+            return self.calibration.tune(policy)
+        if policy.reuses_chunks and not self._warned:
+            self._warned = True
+            log.warning(
+                "%s in %s is not calibrated: nobody has measured what reuse costs here, and answers say so; "
+                "`looseleaf calibrate` measures it", self.adapter.name, self.dtype,
+            )  # fmt: skip
+        return policy
 
     def close(self) -> None:
         """End what runs, stop the driver, let go of the store."""

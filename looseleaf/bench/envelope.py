@@ -1,9 +1,9 @@
 """How far may an antecedent drift before a patch harms?
 
 Patches are made in a prompt of pictures and put on in another that has the same ones: with words between them, many
-words in front, two pictures in front exchanged, one more in front, one fewer, or one of them replaced by another. Each
-is compared with that other prompt's own re-prefill, beside patches made there (exact). Below zero a patch is worse than
-none: whoever finds such a one must not use it.
+words in front, two pictures in front exchanged, one more in front, one fewer, one of them twice, or one replaced by
+another. Each is compared with that other prompt's own re-prefill, beside patches made there (exact). Below zero a patch
+is worse than none: whoever finds such a one must not use it.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ from looseleaf.bench.cases import (
 from looseleaf.bench.models import each_model
 from looseleaf.bench.report import BenchOptions, Report
 from looseleaf.kv.records import Patch
+from looseleaf.link.policies import PatchForm
 from looseleaf.patch.form import patch_of
 from looseleaf.prompt.segments import Segment
 from looseleaf.system import Looseleaf
 
-SHARE = 0.25
+FORM, WHOLE = PatchForm(share=0.25, from_layer=0), PatchForm(share=1.0, from_layer=0)
 COUNT, QUICK_COUNT = 100, 1
 LONG = "Here is a note from the office about the next week that has nothing to do with it, please read on. " * 3
-DRIFTS = ("other words", "many words", "exchanged", "one more", "one fewer", "replaced")
+DRIFTS = ("other words", "many words", "exchanged", "one fewer", "one twice", "one more", "replaced")
 
 
 def run(options: BenchOptions, tell: Callable[[str], None] = lambda stage: None) -> Report:
@@ -58,7 +59,7 @@ def run(options: BenchOptions, tell: Callable[[str], None] = lambda stage: None)
             for number, some in enumerate(batches(items(bounds_of(ll), task, 2, count, options.seed))):
                 tell(f"{name}: {task}, question {number * TOGETHER + 1} of {count}")
                 others = list(items(bounds_of(ll), task, 2, len(some), options.seed + 1000 + number))
-                for drift, arms in try_drifts(ll, some, others, options.seed).items():
+                for drift, arms in try_drifts(ll, some, others, options.seed, form=FORM).items():
                     for arm, each in arms.items():
                         found.setdefault(drift, {}).setdefault(arm, []).extend(each)
         rows = [{"model": name, "drift": drift, **score(arms)} for drift, arms in found.items()]
@@ -71,11 +72,14 @@ def run(options: BenchOptions, tell: Callable[[str], None] = lambda stage: None)
 
 
 def try_drifts(
-    ll: Looseleaf, some: Sequence[Item], others: Sequence[Item], seed: int
+    ll: Looseleaf, some: Sequence[Item], others: Sequence[Item], seed: int, *, form: PatchForm
 ) -> dict[str, dict[str, list[Arm]]]:
-    """Some questions under every drift: blind, with the patches of the prompt they drifted from, with their own."""
+    """Some questions under every drift: blind, with the patches of the prompt they drifted from, with their own.
+
+    `whole`: with all that context had added there, as rows that were kept have it.
+    """
     plain = [replace(item, prompt=[*item.chunks, item.question.text]) for item in some]
-    made = [patches_by_content(case) for case in make_cases(ll, plain)]
+    made = [(patches_by_content(case, form), patches_by_content(case, WHOLE)) for case in make_cases(ll, plain)]
     found: dict[str, dict[str, list[Arm]]] = {}
     for drift in DRIFTS:
         moved, known = [], []
@@ -91,9 +95,10 @@ def try_drifts(
             {
                 "blind": Try(),
                 "drifted": Try(patches=placed(case, patches)),
-                "exact": Try(patches=placed(case, patches_by_content(case))),
+                "exact": Try(patches=placed(case, patches_by_content(case, form))),
+                "whole": Try(patches=placed(case, whole)),
             }
-            for case, patches in zip(cases, known, strict=True)
+            for case, (patches, whole) in zip(cases, known, strict=True)
         ]
         for arms in try_all(ll, cases, tries):
             for arm, one in arms.items():
@@ -101,13 +106,15 @@ def try_drifts(
     return found
 
 
-def patches_by_content(case: Case) -> dict[str, Patch]:
+def patches_by_content(case: Case, form: PatchForm) -> dict[str, Patch]:
     """Every chunk's patch in this prompt, by what the chunk is."""
     found = {}
     for span in case.prompt.chunks:
         assert span.chunk is not None
         deficit = case.deficits()[span.start]
-        found[span.chunk.content] = patch_of(deficit, case.alone[span.start], share=SHARE)
+        found[span.chunk.content] = patch_of(
+            deficit, case.alone[span.start], share=form.share, from_layer=form.from_layer
+        )
     return found
 
 
@@ -136,6 +143,8 @@ def drifted(drift: str, item: Item, other: Item, chance: Random) -> Item | None:
         case "exchanged" if len(front) > 1:
             one, two = chance.sample(range(len(front)), 2)
             front[one], front[two] = front[two], front[one]
+        case "one twice" if front:
+            front.insert(0, chance.choice(front))
         case "one more":
             front.insert(0, other.chunks[0])
         case "one fewer" if spare := [at for at in range(last) if at not in item.question.needs]:

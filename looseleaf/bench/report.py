@@ -72,6 +72,15 @@ class Share:
         return f"{self.value:.2f} ({low:.2f}–{high:.2f})"
 
 
+def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
+    """A table for people."""
+    _wide().print(_table(rows))
+
+
+def _wide() -> Console:
+    return Console(width=int(os.environ.get("COLUMNS", "160")), highlight=False)
+
+
 @dataclass(kw_only=True)
 class Report:
     """Rows and a summary; prints itself."""
@@ -85,7 +94,7 @@ class Report:
 
     def print(self) -> None:
         """The table, the summary, then the JSON line."""
-        console = Console(width=int(os.environ.get("COLUMNS", "160")), highlight=False)
+        console = _wide()
         if self.rows:
             console.print(_table(self.rows))
         for key, value in self.summary.items():

@@ -315,5 +315,5 @@ def _usage(one: _Sequence) -> Usage:
         prompt_tokens=plan.tokens, exact_tokens=count.exact, relocated_tokens=count.relocated,
         patched_tokens=count.patched,
         recomputed_tokens=count.recomputed, fresh_tokens=count.fresh, completion_tokens=len(one.answer),
-        approximate=plan.approximate, timing=timing,
+        approximate=plan.approximate, calibrated=one.job.request.calibrated or not plan.approximate, timing=timing,
     )  # fmt: skip

@@ -53,6 +53,8 @@ class Request:
     policy: Policy
     sampling: Sampling = field(default_factory=Sampling)
     keep: Keep = field(default_factory=Keep)
+    calibrated: bool = False
+    """Whether what reuse costs on this model was measured."""
     prepare_s: float = 0.0
     """Seconds spent decoding media and tokenising, before the engine saw the request."""
 
@@ -91,6 +93,8 @@ class Usage:
     completion_tokens: int
     approximate: bool
     """Whether the answer rests on rows that were reused outside the context they were computed in."""
+    calibrated: bool
+    """Whether what that costs was measured on this model; exact answers need no measuring."""
     timing: Timing
 
     def __str__(self) -> str:
@@ -104,7 +108,7 @@ class Usage:
             for name in ("prepare_s", "queue_s", "vision_s", "chunks_s", "link_s", "prefill_s")
             if getattr(self.timing, name) >= 5e-5
         )
-        kind = "approximate" if self.approximate else "exact"
+        kind = ("approximate" if self.calibrated else "approximate, not calibrated") if self.approximate else "exact"
         return (
             f"{self.prompt_tokens} prompt tokens ({tokens}; {kind}), {self.completion_tokens} answered; "
             f"first token after {self.timing.ttft_s * 1000:.1f} ms ({stages})"

@@ -1,0 +1,197 @@
+"""What may be reused of this model, and how far? The measurement behind `looseleaf calibrate`.
+
+Held-out drawings and questions about them, of which only the model's own answers matter: each is computed in full, then
+reached by blind reuse, by computing each image's first tokens, and by patches of several shares and depths; then by
+patches of another prompt that differs in one way. Along re-prefill's answer: KL, and answers that change. Works for any
+model that can be opened; one not trained on the drawings may answer nonsense, which is compared all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from looseleaf.bench.cases import (
+    CONTROL,
+    TOGETHER,
+    Arm,
+    Case,
+    Item,
+    Try,
+    batches,
+    closed,
+    items,
+    make_cases,
+    mean_kl,
+    tasks,
+    try_all,
+)  # fmt: skip
+from looseleaf.bench.envelope import try_drifts
+from looseleaf.bench.report import commit
+from looseleaf.bench.reuse import MOVED, PIECE
+from looseleaf.kv.records import Patch
+from looseleaf.link.calibration import Calibration, Loss
+from looseleaf.link.policies import FirstK, FullReuse, PatchForm, Reprefill
+from looseleaf.patch.form import cut, patch_of
+from looseleaf.system import Looseleaf
+from looseleaf.workloads.bounds import HELD_OUT, Bounds
+
+COUNT = 16
+"""Questions of a task and number of hops."""
+SHARES = (0.03, 0.06, 0.12, 0.25, 0.5, 1.0)
+"""Of a page's bytes, tried from the smallest on."""
+DEPTHS = (0.25, 0.5, 0.75)
+"""Of the layers that may go without a patch."""
+ENOUGH, RESTORED = 0.97, 0.97
+"""η and the share of flips restored that a patch must reach."""
+CLOSE, HARMED = 0.9, 0.02
+"""η a drifted patch must reach, and the share of answers it may change that blind reuse had kept."""
+SPARED = 0.01
+"""η that may be lost by leaving shallow layers alone."""
+FOUND_AS = {
+    "other words": "words", "many words": "words", "exchanged": "order", "one fewer": "fewer", "one twice": "again",
+}  # fmt: skip
+"""Drifts by how `Auto` knows them; the others must never be followed."""
+BLIND, NOISE = "full-reuse", "reprefill, moved"
+
+
+def calibrate(
+    ll: Looseleaf, *, count: int = COUNT, seed: int = 0, tell: Callable[[str], None] = lambda stage: None
+) -> Calibration:
+    """Measure a model that is open."""
+    bounds = HELD_OUT.get(ll.adapter.model.config.model_type, HELD_OUT["qwen2_5_vl"])
+    asked = [task for task in tasks(bounds) if ll.adapter.sees_images or task == CONTROL]
+    arms = _arms(ll, bounds, asked, count, seed, tell)
+    ways = {name: loss(arms[name], arms[BLIND]) for name in arms if name not in (BLIND, NOISE)}
+    share = next((one for one in SHARES if _enough(ways[_of_share(one)])), SHARES[-1])
+    layers = len(ll.adapter.layout.layers)
+    from_layer = _from_layer(ways, share, layers)
+    drifts, harmed, survivors = _drifts(
+        ll, bounds, [task for task in asked if task not in (CONTROL, "stream")], count, seed,
+        PatchForm(share=share, from_layer=from_layer), tell,
+    )  # fmt: skip
+    return Calibration(
+        model=ll.adapter.name, fingerprint=ll.adapter.fingerprint, dtype=ll.dtype,
+        canonical=ll.builder.canonical.identity, seed=seed, commit=commit(), noise_kl=mean_kl(arms[NOISE]),
+        ways={BLIND: loss(arms[BLIND], arms[BLIND]), **ways}, drifts=drifts, survivors=survivors, share=share,
+        from_layer=from_layer, close=_allowed(drifts, harmed),
+        removal=survivors is not None and survivors.eta is not None and survivors.eta < CLOSE,
+    )  # fmt: skip
+
+
+def loss(arms: Sequence[Arm], blind: Sequence[Arm]) -> Loss:
+    """What some answers lose, beside what blind reuse does."""
+    flips = [at for at, one in enumerate(blind) if one.changed]
+    return Loss(
+        n=len(arms), kl=mean_kl(arms), changed=sum(one.changed for one in arms), flips=len(flips),
+        restored=sum(not arms[at].changed for at in flips), eta=closed(mean_kl(arms), mean_kl(blind)),
+    )  # fmt: skip
+
+
+def _arms(
+    ll: Looseleaf, bounds: Bounds, asked: Sequence[str], count: int, seed: int, tell: Callable[[str], None]
+) -> dict[str, list[Arm]]:
+    """Every way over all questions."""
+    found: dict[str, list[Arm]] = {}
+    for task in asked:
+        for hops in (1, 2):
+            for number, some in enumerate(batches(items(bounds, task, hops, count, seed))):
+                tell(f"{task}, {hops} hop{'s' * (hops > 1)}, question {number * TOGETHER + 1} of {count}")
+                for arms in _ask(ll, some):
+                    for name, one in arms.items():
+                        found.setdefault(name, []).append(one)
+    return found
+
+
+def _ask(ll: Looseleaf, some: Sequence[Item]) -> list[dict[str, Arm]]:
+    cases = make_cases(ll, some)
+    tries = []
+    for case in cases:
+        ways: dict[str, Try] = {BLIND: Try(policy=FullReuse()), "first-k:32": Try(policy=FirstK(k=32))}
+        whole = {at: patch_of(one, case.alone[at], share=1.0) for at, one in case.deficits().items()}
+        for share in SHARES:
+            ways[_of_share(share)] = Try(patches=_cut(whole, share, 0))
+            for depth in DEPTHS:
+                from_layer = _layer(depth, len(ll.adapter.layout.layers))
+                ways[_of_share(share, depth)] = Try(patches=_cut(whole, share, from_layer))
+        ways[NOISE] = _again(ll, case)
+        tries.append(ways)
+    return try_all(ll, cases, tries)
+
+
+def _again(ll: Looseleaf, case: Case) -> Try:
+    """Everything computed once more, moved as a whole and in pieces."""
+    return Try(policy=Reprefill(), prompt=ll.builder.build(case.item.prompt, start_pos=MOVED), max_rows=PIECE)
+
+
+def _cut(patches: Mapping[int, Patch], share: float, from_layer: int) -> dict[int, Patch]:
+    return {at: cut(one, share=share, from_layer=from_layer) for at, one in patches.items()}
+
+
+def _of_share(share: float, depth: float = 0.0) -> str:
+    return f"patch {share:.0%}" + (f", layers from {depth:.0%} on" if depth else "")
+
+
+def _layer(depth: float, layers: int) -> int:
+    return min(layers - 1, round(depth * layers))
+
+
+def _enough(one: Loss) -> bool:
+    return (one.eta is None or one.eta >= ENOUGH) and one.restored >= RESTORED * one.flips
+
+
+def _from_layer(ways: Mapping[str, Loss], share: float, layers: int) -> int:
+    """The deepest first layer that costs next to nothing."""
+    full = ways[_of_share(share)]
+    for depth in reversed(DEPTHS):
+        one = ways[_of_share(share, depth)]
+        spared = one.eta is not None and full.eta is not None and one.eta >= full.eta - SPARED
+        if spared and one.restored >= full.restored:
+            return _layer(depth, layers)
+    return 0
+
+
+def _drifts(
+    ll: Looseleaf, bounds: Bounds, asked: Sequence[str], count: int, seed: int, form: PatchForm,
+    tell: Callable[[str], None],
+) -> tuple[dict[str, Loss], dict[str, int], Loss | None]:  # fmt: skip
+    """By drift: what patches of the other prompt lose, how many answers they spoil, and what whole rows would lose."""
+    found: dict[str, dict[str, list[Arm]]] = {}
+    for task in asked:
+        for number, some in enumerate(batches(items(bounds, task, 2, count, seed))):
+            tell(f"drifts: {task}, question {number * TOGETHER + 1} of {count}")
+            others = list(items(bounds, task, 2, len(some), seed + 1000 + number))
+            for drift, arms in try_drifts(ll, some, others, seed, form=form).items():
+                for arm, each in arms.items():
+                    found.setdefault(drift, {}).setdefault(arm, []).extend(each)
+    losses = {drift: loss(arms["drifted"], arms["blind"]) for drift, arms in found.items()}
+    harmed = {
+        drift: sum(one.changed and not other.changed for one, other in zip(arms["drifted"], arms["blind"], strict=True))
+        for drift, arms in found.items()
+    }
+    gone = found.get("one fewer")
+    return losses, harmed, loss(gone["whole"], gone["blind"]) if gone else None
+
+
+def _allowed(drifts: Mapping[str, Loss], harmed: Mapping[str, int]) -> str:
+    """The drifts whose patches may be used, as `Auto` takes them."""
+    good: dict[str, bool] = {}
+    for drift, name in FOUND_AS.items():
+        if drift in drifts:
+            one = drifts[drift]
+            fine = (one.eta is None or one.eta >= CLOSE) and harmed[drift] <= HARMED * one.n
+            good[name] = good.get(name, True) and fine
+    return "+".join(name for name, fine in good.items() if fine) or "none"
+
+
+def rows_of(found: Calibration) -> list[dict[str, Any]]:
+    """A calibration as a table: shares and depths that were not chosen are left out."""
+    kept = {name: one for name, one in found.ways.items() if "layers" not in name or f"{found.share:.0%}," in name}
+    named = {**kept, **{f"drift: {name}": one for name, one in found.drifts.items()}}
+    if found.survivors is not None:
+        named["rows kept when one in front is gone"] = found.survivors
+    return [
+        {"way": name, "n": one.n, "kl": one.kl, "eta": one.eta, "changed": one.changed,
+         "restored": f"{one.restored}/{one.flips}"}
+        for name, one in named.items()
+    ]  # fmt: skip
