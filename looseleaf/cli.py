@@ -124,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_calibrate(commands: Any) -> None:
     calibrate = commands.add_parser(
         "calibrate", help="measure what reuse costs on a model, and save it for the engine",
-        description="Measure, for one model and dtype, what reuse loses: blind, with patches of several sizes and depths "
+        description="What reuse loses on one model and dtype: blind, with patches of several sizes and depths "
         "and with patches made behind other words, orders and images. Opening the model finds the report; policy auto "
         "goes by it. Some minutes on two cores for a small model.",
     )  # fmt: skip

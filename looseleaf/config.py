@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from looseleaf.checks import check_whole
+from looseleaf.checks import check_number, check_whole
 from looseleaf.engine.scheduler import EngineConfig
 from looseleaf.errors import ConfigError
 from looseleaf.link.policies import Policy, PrefixCache
@@ -25,11 +25,14 @@ class Config:
     """Budget of the in-memory store: chunk records, features and prefixes together."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     media: MediaLimits = field(default_factory=MediaLimits)
+    audit: float = 0.0
+    """Share of the answers on approximate rows that are compared with re-prefill when nobody waits."""
     calibration: Path | None = None
     """What `looseleaf calibrate` wrote; None: looked for beside the model and in the user's cache."""
 
     def __post_init__(self) -> None:
         check_whole("store_bytes", self.store_bytes, low=0)
+        check_number("audit", self.audit, low=0, high=1)
         if self.canonical not in CANONICALS:
             raise ConfigError(f"canonical must be {' or '.join(map(repr, CANONICALS))}, got {self.canonical!r}")
         if not isinstance(self.policy, Policy):

@@ -24,6 +24,7 @@ from looseleaf.config import Config
 from looseleaf.engine.engine import Engine, Job
 from looseleaf.engine.request import Answer, Progress, Request, Sampling
 from looseleaf.errors import ClosedError, ConfigError, PolicyError
+from looseleaf.link.audit import Audit, AuditCounters
 from looseleaf.link.calibration import find_calibration
 from looseleaf.link.linker import Keep, Linker
 from looseleaf.link.plan import Plan
@@ -166,15 +167,16 @@ class Looseleaf:
         self.store = MemoryStore(self.config.store_bytes)
         self.builder = PromptBuilder(adapter, limits=self.config.media, canonical=self.config.canonical)
         self.linker = Linker(adapter, self.store, self.builder.canonical, max_rows=self.config.engine.max_rows)
-        self.engine = Engine(self.linker, self.config.engine)
+        self.reference = Reference(self.builder, self.linker)
+        """The model's own forward, to compare with."""
+        audit = Audit(self.reference, self.config.audit) if self.config.audit else None
+        self.engine = Engine(self.linker, self.config.engine, audit)
         self.calibration = find_calibration(
             Path(adapter.model.name_or_path), adapter.fingerprint, self.dtype, self.builder.canonical.identity,
             given=self.config.calibration,
         )  # fmt: skip
         """What was measured of this model; None: nothing yet."""
         self._warned = False
-        self.reference = Reference(self.builder, self.linker)
-        """The model's own forward, to compare with."""
         if adapter.sees_images and not adapter.family.known:
             self.reference.check_images()
         self._driver: threading.Thread | None = None
@@ -250,6 +252,10 @@ class Looseleaf:
         """Wait until nothing runs and what requests left behind is stored."""
         while not self.engine.idle:
             self.engine.step()
+
+    def audited(self) -> AuditCounters:
+        """What re-prefill would have said of the answers sampled so far; see `Config.audit`."""
+        return self.engine.audit.counters if self.engine.audit is not None else AuditCounters()
 
     def stats(self) -> StoreStats:
         """What the store holds and how it did."""

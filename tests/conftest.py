@@ -17,6 +17,14 @@ from looseleaf.model.tiny import build_tiny
 transformers.logging.disable_progress_bar()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def no_calibrations_of_mine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Calibrations that the user keeps must not decide what tests see."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def adapter_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Adapter]:
     """A tiny model by family and dtype, loaded once for all tests."""

@@ -9,6 +9,7 @@ model that can be opened; one not trained on the drawings may answer nonsense, w
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from looseleaf.bench.cases import (
@@ -60,15 +61,16 @@ def calibrate(
 ) -> Calibration:
     """Measure a model that is open."""
     bounds = HELD_OUT.get(ll.adapter.model.config.model_type, HELD_OUT["qwen2_5_vl"])
-    asked = [task for task in tasks(bounds) if ll.adapter.sees_images or task == CONTROL]
+    asked, drifting = tasks(bounds), [task for task in tasks(bounds) if task not in (CONTROL, "stream")]
+    if not ll.adapter.sees_images:
+        bounds, asked, drifting = replace(bounds, counts=(2,)), [CONTROL], [CONTROL]  # two pages of words
     arms = _arms(ll, bounds, asked, count, seed, tell)
     ways = {name: loss(arms[name], arms[BLIND]) for name in arms if name not in (BLIND, NOISE)}
     share = next((one for one in SHARES if _enough(ways[_of_share(one)])), SHARES[-1])
     layers = len(ll.adapter.layout.layers)
     from_layer = _from_layer(ways, share, layers)
     drifts, harmed, survivors = _drifts(
-        ll, bounds, [task for task in asked if task not in (CONTROL, "stream")], count, seed,
-        PatchForm(share=share, from_layer=from_layer), tell,
+        ll, bounds, drifting, count, seed, PatchForm(share=share, from_layer=from_layer), tell,
     )  # fmt: skip
     return Calibration(
         model=ll.adapter.name, fingerprint=ll.adapter.fingerprint, dtype=ll.dtype,

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from looseleaf.engine.request import Answer
@@ -20,7 +19,7 @@ from looseleaf.errors import ConfigError
 from looseleaf.kv.layout import KVRows
 from looseleaf.kv.records import ChunkKV, Patch
 from looseleaf.link.policies import FullReuse, Policy, Reprefill
-from looseleaf.link.reference import Way
+from looseleaf.link.reference import Way, divergence
 from looseleaf.patch.deficit import Deficit, find_deficit
 from looseleaf.prompt.chunks import Prompt, Span
 from looseleaf.prompt.segments import Document, Segment
@@ -213,12 +212,6 @@ def _wanted(ll: Looseleaf, case: Case) -> list[int]:
 def _reused(ll: Looseleaf, case: Case, one: Try) -> float:
     count = ll.linker.plan(case.prompt, one.policy).count()
     return (count.exact + count.relocated + count.patched) / len(case.prompt)
-
-
-def divergence(reference: Tensor, arm: Tensor) -> float:
-    """KL(reference ‖ arm) of next-token distributions, mean over places. Logits [place, vocabulary]."""
-    expected, got = (torch.log_softmax(one.double(), dim=-1) for one in (reference, arm))
-    return max(0.0, float((expected.exp() * (expected - got)).sum(-1).mean()))
 
 
 def closed(kl: float, blind: float, noise: float = 0.0) -> float | None:

@@ -22,6 +22,7 @@ from looseleaf.engine.sampling import choose, make_generator
 from looseleaf.engine.scheduler import EngineConfig, Running, admit, schedule
 from looseleaf.engine.words import Words
 from looseleaf.errors import CancelledError, ClosedError, LimitError, QueueFullError
+from looseleaf.link.audit import TOKENS, Audit
 from looseleaf.link.harvest import Harvest
 from looseleaf.link.linker import Linker
 from looseleaf.link.plan import Plan
@@ -65,13 +66,16 @@ class _Sequence:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     first_token_at: float = 0.0
     finish_reason: str = ""
+    heard: list[torch.Tensor] | None = None
+    """When it is audited: the logits [vocabulary] its first tokens were chosen from."""
 
 
 class Engine:
     """Continuous batching over packed passes of one model."""
 
-    def __init__(self, linker: Linker, config: EngineConfig | None = None):
+    def __init__(self, linker: Linker, config: EngineConfig | None = None, audit: Audit | None = None):
         self.linker = linker
+        self.audit = audit
         self.harvest = Harvest(linker)
         self.config = config or EngineConfig()
         self._numbers = itertools.count(1)
@@ -85,8 +89,9 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing waits, runs, holds memory a step would free, or is left to be harvested."""
-        return not self._waiting and not self._running and not self.harvest.waiting
+        """Whether nothing waits, runs, holds memory a step would free, or is left to be harvested or audited."""
+        left = self.harvest.waiting or (self.audit is not None and self.audit.waiting)
+        return not self._waiting and not self._running and not left
 
     def plan(self, request: Request) -> Plan:
         """What would be read and computed for a request now, without doing it."""
@@ -126,7 +131,7 @@ class Engine:
             self._reap()
             self._admit()
             if not self._running or self.harvest.pressing:
-                worked = self.harvest.work()
+                worked = self.harvest.work() or (self.audit is not None and not self._running and self.audit.work())
                 if not self._running:
                     return worked
             plan = schedule(
@@ -160,6 +165,8 @@ class Engine:
                 self._end(job, error=ClosedError("the engine was closed while the request ran"))
             self._reap()
             self.harvest.clear()
+            if self.audit is not None:
+                self.audit.clear()
 
     def _reap(self) -> None:
         """Cancel what was abandoned, and free what ended requests hold."""
@@ -191,7 +198,7 @@ class Engine:
             self._running[job.id] = _Sequence(
                 job=job, linked=linked,
                 words=Words(self.linker.adapter.tokenizer, job.request.sampling.stop),
-                generator=generator,
+                generator=generator, heard=[] if self.audit is not None and self.audit.picks(linked.plan) else None,
             )  # fmt: skip
 
     def _decode_lanes(self, decoding: Sequence[_Sequence]) -> list[Lane]:
@@ -238,7 +245,9 @@ class Engine:
         samplings = [one.job.request.sampling for one in sequences]
         chosen = choose(logits, samplings, [one.generator for one in sequences])
         now = time.perf_counter()
-        for one, choice in zip(sequences, chosen, strict=True):
+        for row, (one, choice) in enumerate(zip(sequences, chosen, strict=True)):
+            if one.heard is not None and len(one.heard) < TOKENS:
+                one.heard.append(logits[row].float().cpu())
             if choice.error is not None:
                 self._end(one.job, error=choice.error)
                 continue
@@ -280,6 +289,8 @@ class Engine:
         if one.job.request.policy.uses_prefix:
             self.linker.harvest(one.linked, tuple(one.answer[:-1]), one.job.request.keep)
         self.harvest.note(one.linked, one.job.request.keep)
+        if self.audit is not None and one.heard:
+            self.audit.note(one.linked.prompt, tuple(one.answer), one.heard, one.job.request.keep)
 
     def _guard(self, one: _Sequence, act: Callable[[], T]) -> T | None:
         """Do something for one sequence; if it fails, that sequence ends with the error and others go on."""

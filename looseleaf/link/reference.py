@@ -55,6 +55,7 @@ class Way:
     """With room for the whole prompt: its rows are written here, keys un-rotated, when it is computed in one piece."""
     tamper: Callable[[Linked], None] | None = None
     """Plants a mistake."""
+    keep: Keep = field(default_factory=Keep)
 
 
 class Reference:
@@ -140,7 +141,9 @@ class Reference:
 
     def _link(self, way: Way) -> Linked:
         capacity = len(way.prompt) + len(way.answer) - 1
-        linked = self.linker.link(way.prompt, self.linker.plan(way.prompt, way.policy), capacity=capacity, keep=Keep())
+        linked = self.linker.link(
+            way.prompt, self.linker.plan(way.prompt, way.policy), capacity=capacity, keep=way.keep
+        )
         linked.patches.update(way.patches)
         if way.tamper is not None:
             way.tamper(linked)
@@ -209,3 +212,9 @@ def error(got: Tensor, expected: Tensor) -> float:
     """The largest difference, as a share of the largest expected value; infinite when anything is not a number."""
     off = float((got.float() - expected.float()).abs().max() / expected.float().abs().max())
     return off if math.isfinite(off) else math.inf
+
+
+def divergence(reference: Tensor, arm: Tensor) -> float:
+    """KL(reference ‖ arm) of next-token distributions, mean over places. Logits [place, vocabulary]."""
+    expected, got = (torch.log_softmax(one.double(), dim=-1) for one in (reference, arm))
+    return max(0.0, float((expected.exp() * (expected - got)).sum(-1).mean()))

@@ -19,7 +19,7 @@ from looseleaf.bench.reuse import patches_of
 from looseleaf.cli import main
 from looseleaf.kv.records import Patch
 from looseleaf.link.policies import FullReuse, Reprefill
-from looseleaf.link.reference import Way
+from looseleaf.link.reference import Way, divergence
 from looseleaf.patch.basis import learn_basis
 from looseleaf.patch.form import patch_of
 from looseleaf.workloads.albums import HEADLINE
@@ -56,7 +56,7 @@ def test_together_is_as_alone(made: tuple[Looseleaf, list[Case]]) -> None:
     ll, asked = made
     ways = [Way(prompt=case.prompt, policy=FullReuse(), answer=case.told) for case in asked]
     for way, together in zip(ways, ll.reference.along(ways), strict=True):
-        assert cases.divergence(ll.reference.along([way])[0], together) < 1e-9
+        assert divergence(ll.reference.along([way])[0], together) < 1e-9
 
 
 def test_patches_made_by_hand_are_those_a_request_leaves_behind(made: tuple[Looseleaf, list[Case]]) -> None:
@@ -69,7 +69,7 @@ def test_patches_made_by_hand_are_those_a_request_leaves_behind(made: tuple[Loos
         Way(prompt=case.prompt, policy=policy, answer=case.told),
     ])  # fmt: skip
     assert ll.linker.plan(case.prompt, policy).count().patched
-    assert cases.divergence(by_hand, harvested) < 1e-6
+    assert divergence(by_hand, harvested) < 1e-6
 
 
 def test_more_bytes_close_more_and_everything_closes_everything(

@@ -17,7 +17,7 @@ from looseleaf.bench.cases import Arm
 from looseleaf.bench.reuse import BLIND, CEILING, NOISE
 from looseleaf.cli import main
 from looseleaf.link.policies import FullReuse, Reprefill
-from looseleaf.link.reference import Way
+from looseleaf.link.reference import Way, divergence
 from looseleaf.prompt.segments import Document, Image
 from looseleaf.workloads.albums import HEADLINE
 from looseleaf.workloads.bounds import HELD_OUT
@@ -48,11 +48,11 @@ def test_flips_are_what_blind_reuse_changes_and_an_arm_restores_some() -> None:
 
 def test_divergence_is_zero_for_equal_logits_and_what_the_formula_says() -> None:
     logits = torch.randn(3, 11, generator=torch.Generator().manual_seed(0))
-    assert cases.divergence(logits, logits + 5) == pytest.approx(0, abs=1e-9)
+    assert divergence(logits, logits + 5) == pytest.approx(0, abs=1e-9)
     fair, sure = torch.zeros(1, 2), torch.tensor([[0.0, 3.0]])
     p = torch.softmax(sure[0], 0)
     expected = 0.5 * float(torch.log(0.5 / p[0]) + torch.log(0.5 / p[1]))
-    assert cases.divergence(fair, sure) == pytest.approx(expected, rel=1e-5)
+    assert divergence(fair, sure) == pytest.approx(expected, rel=1e-5)
 
 
 def test_items_come_again_by_seed_and_models_without_streams_are_asked_none() -> None:
@@ -99,7 +99,7 @@ def test_logits_along_an_answer_are_the_engines(asked: tuple[Looseleaf, cases.It
         (whole,) = ll.reference.along([way])
         assert tuple(whole.argmax(-1).tolist()) == told
         (pieces,) = ll.reference.along([replace(way, max_rows=16)])
-        assert cases.divergence(whole, pieces) < 1e-6
+        assert divergence(whole, pieces) < 1e-6
 
 
 def test_reuse_prints_every_key(
