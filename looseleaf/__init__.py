@@ -37,6 +37,7 @@ from looseleaf.prompt.media import MediaLimits
 from looseleaf.prompt.segments import Clip, Document, Image, Message
 from looseleaf.system import Looseleaf, Reply
 from looseleaf.version import VERSION
+from looseleaf.window import Window
 
 __version__ = VERSION
 
@@ -45,5 +46,5 @@ __all__ = [
     "Document", "EngineConfig", "FirstK", "FullReuse", "Image", "LayerAdaptive", "LimitError", "Looseleaf",
     "LooseleafError", "LowRankKeys", "MediaError", "MediaLimits", "Message", "ModelError", "ModelLoadError",
     "Patched", "Plan", "Policy", "PolicyError", "PrefixCache", "Progress", "PromptError", "QueryAware",
-    "QueueFullError", "Reply", "Reprefill", "Sampling", "UnsupportedModelError", "Usage", "parse_policy",
+    "QueueFullError", "Reply", "Reprefill", "Sampling", "UnsupportedModelError", "Usage", "Window", "parse_policy",
 ]  # fmt: skip

@@ -26,6 +26,7 @@ from looseleaf.engine.request import Answer, Progress, Request, Sampling
 from looseleaf.errors import ClosedError, ConfigError, PolicyError
 from looseleaf.link.audit import Audit, AuditCounters
 from looseleaf.link.calibration import find_calibration
+from looseleaf.link.held import Held
 from looseleaf.link.linker import Keep, Linker
 from looseleaf.link.plan import Plan
 from looseleaf.link.policies import Policy, parse_policy
@@ -270,6 +271,7 @@ class Looseleaf:
         no_harvest: bool = False,
         ttl_s: float | None = None,
         start_pos: int = 0,
+        held: Held | None = None,
         **sampling: Any,
     ) -> Request:
         """A prompt and options as the engine takes them; raises when any of them is wrong."""
@@ -295,7 +297,7 @@ class Looseleaf:
         built = self.builder.build(prompt, start_pos=start_pos, max_tokens=chosen.max_tokens)
         return Request(
             prompt=built, policy=self._tuned(policy or self.config.policy), sampling=chosen,
-            calibrated=self.calibration is not None,
+            calibrated=self.calibration is not None, held=held,
             keep=Keep(store=not no_store, harvest=not no_harvest, ttl_s=ttl_s), prepare_s=time.perf_counter() - started,
         )  # fmt: skip
 

@@ -95,7 +95,7 @@ class Engine:
 
     def plan(self, request: Request) -> Plan:
         """What would be read and computed for a request now, without doing it."""
-        return self.linker.plan(request.prompt, request.policy)
+        return self.linker.plan(request.prompt, request.policy, request.held)
 
     def submit(self, request: Request, *, watcher: Callable[[Job, Progress | None], None] | None = None) -> Job:
         """Put a request in line. Raises QueueFullError or LimitError, never drops one silently."""
@@ -189,7 +189,9 @@ class Engine:
                 job.tell(Progress(stage="link"))
                 generator = make_generator(job.request.sampling, self.linker.adapter.device)
                 plan = self.plan(job.request)
-                linked = self.linker.link(job.request.prompt, plan, capacity=job.capacity, keep=job.request.keep)
+                linked = self.linker.link(
+                    job.request.prompt, plan, capacity=job.capacity, keep=job.request.keep, held=job.request.held
+                )
             except Exception as error:
                 self._end(job, error=error)
                 continue
@@ -284,6 +286,8 @@ class Engine:
             text=one.words.text, token_ids=tuple(one.answer), finish_reason=one.finish_reason, usage=_usage(one),
             plan=one.linked.plan, logprobs=tuple(one.logprobs) if told else None,
         )  # fmt: skip
+        if one.job.request.held is not None:
+            one.job.request.held.take(one.linked)  # before the answer is out: whoever asks next counts on it
         self._end(one.job, answer=answer)
         # off the request's path: its answer is out
         if one.job.request.policy.uses_prefix:
@@ -324,7 +328,7 @@ def _usage(one: _Sequence) -> Usage:
     )  # fmt: skip
     return Usage(
         prompt_tokens=plan.tokens, exact_tokens=count.exact, relocated_tokens=count.relocated,
-        patched_tokens=count.patched,
+        kept_tokens=count.kept, patched_tokens=count.patched,
         recomputed_tokens=count.recomputed, fresh_tokens=count.fresh, completion_tokens=len(one.answer),
         approximate=plan.approximate, calibrated=one.job.request.calibrated or not plan.approximate, timing=timing,
     )  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any
 
 from looseleaf.checks import check_number, check_truth, check_whole
 from looseleaf.errors import ConfigError
+from looseleaf.link.held import Held
 from looseleaf.link.linker import Keep
 from looseleaf.link.plan import Plan
 from looseleaf.link.policies import Policy
@@ -53,6 +54,8 @@ class Request:
     policy: Policy
     sampling: Sampling = field(default_factory=Sampling)
     keep: Keep = field(default_factory=Keep)
+    held: Held | None = None
+    """A window's own rows of the prompt's chunks: bound, and added to."""
     calibrated: bool = False
     """Whether what reuse costs on this model was measured."""
     prepare_s: float = 0.0
@@ -87,6 +90,8 @@ class Usage:
     prompt_tokens: int
     exact_tokens: int
     relocated_tokens: int
+    kept_tokens: int
+    """Rows a window kept, computed behind something else than stands there now."""
     patched_tokens: int
     recomputed_tokens: int
     fresh_tokens: int
@@ -100,6 +105,7 @@ class Usage:
     def __str__(self) -> str:
         kinds = (
             ("exact", self.exact_tokens), ("relocated", self.relocated_tokens),
+            ("kept", self.kept_tokens),
             ("patched", self.patched_tokens), ("recomputed", self.recomputed_tokens), ("fresh", self.fresh_tokens),
         )  # fmt: skip
         tokens = " + ".join(f"{count} {name}" for name, count in kinds if count)

@@ -20,7 +20,6 @@ from looseleaf.link.linker import Keep, Linker
 from looseleaf.link.policies import PatchForm
 from looseleaf.link.records import Antecedent, antecedents
 from looseleaf.link.sequence import Linked
-from looseleaf.model.rotary import unrotate
 from looseleaf.patch.form import form_patch
 from looseleaf.prompt.chunks import Chunk, Prompt, Span
 from looseleaf.store.protocol import Key
@@ -126,7 +125,7 @@ class Harvest:
             missing = []
             for span, antecedent, key in self._missing(linked.prompt, plan.patch):
                 if span.start in computed and span.stop <= linked.table.exact_tokens:
-                    self._add_chunk(span, antecedent, _unrotated(linked, span), plan.patch, key, keep)
+                    self._add_chunk(span, antecedent, linked.unrotated(span), plan.patch, key, keep)
                 elif span.start in unpatched:
                     missing.append(key)
             if plan.later and missing:
@@ -213,12 +212,3 @@ class Harvest:
     def _give_up(self) -> None:
         log.exception("a patch could not be left behind; the next request computes what it would have spared")
         self.counters.failed += 1
-
-
-def _unrotated(linked: Linked, span: Span) -> KVRows:
-    """A copy of a span's rows, its keys turned back."""
-    rows, decoder = linked.table.copy_out(range(span.start, span.stop)), linked.adapter.decoder
-    phase = decoder.phase(linked.positions[:, span.start : span.stop])
-    for keys in rows.keys:
-        keys.copy_(unrotate(keys, phase, decoder.form))
-    return rows

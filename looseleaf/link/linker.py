@@ -17,6 +17,7 @@ from looseleaf.kv.attention import Capture
 from looseleaf.kv.layout import KVRows
 from looseleaf.kv.pool import SlabPool
 from looseleaf.kv.records import ChunkKV, Features, Patch, Pointer, SequenceKV, States
+from looseleaf.link.held import Held
 from looseleaf.link.oracle import low_rank, most_attended
 from looseleaf.link.plan import Known, Lookup, Plan, Rows, compute_instead, plan_link
 from looseleaf.link.policies import PatchForm, Policy
@@ -62,9 +63,10 @@ class Linker:
         self.keys = Keys(adapter.fingerprint, adapter.layout, canonical)
         self.counters = Counters()
 
-    def lookup(self, prompt: Prompt, policy: Policy) -> Lookup:
-        """What the store has for this prompt. Reads nothing but pointers to close patches."""
+    def lookup(self, prompt: Prompt, policy: Policy, held: Held | None = None) -> Lookup:
+        """What the store and a window have for this prompt. Reads nothing but pointers to close patches."""
         prefix = 0
+        states = held.states(prompt) if held is not None else {}
         before = antecedents(prompt) if policy.patch is not None else {}
         if policy.uses_prefix:
             for key in self.keys.blocks(prompt):
@@ -73,16 +75,19 @@ class Linker:
                 prefix += BLOCK
         return Lookup(
             prefix_tokens=prefix,
-            chunks=tuple(self._known(span, policy, before.get(span.start)) for span in prompt.chunks),
+            chunks=tuple(
+                self._known(span, policy, before.get(span.start), states.get(place, ""))
+                for place, span in enumerate(prompt.chunks)
+            ),
         )
 
-    def plan(self, prompt: Prompt, policy: Policy) -> Plan:
+    def plan(self, prompt: Prompt, policy: Policy, held: Held | None = None) -> Plan:
         """What a policy reads and computes of a prompt now."""
         layers = len(self.adapter.layout.layers)
-        return plan_link(prompt, self.lookup(prompt, policy), policy, layers=layers, canonical=self.canonical)
+        return plan_link(prompt, self.lookup(prompt, policy, held), policy, layers=layers, canonical=self.canonical)
 
     @torch.inference_mode()
-    def link(self, prompt: Prompt, plan: Plan, *, capacity: int, keep: Keep) -> Linked:
+    def link(self, prompt: Prompt, plan: Plan, *, capacity: int, keep: Keep, held: Held | None = None) -> Linked:
         """Fetch and compute everything the plan's pass will read; the pass itself is `Linked.take`."""
         linked = self._start(prompt, plan, capacity)
         try:
@@ -92,7 +97,7 @@ class Linker:
             self._fetch_features(linked, keep)
             linked.stages.vision_s = time.perf_counter() - started
             started = time.perf_counter()
-            self._fetch_chunks(linked, keep)
+            self._fetch_chunks(linked, keep, held)
             if plan.needs_oracle:
                 self._ask_oracle(linked)
             linked.stages.chunks_s = time.perf_counter() - started
@@ -155,7 +160,7 @@ class Linker:
         home_pos = len(self.canonical.ids)
         return Linked(self.adapter, self.pool, prompt, plan, capacity=capacity, home_pos=home_pos)
 
-    def _known(self, span: Span, policy: Policy, antecedent: Antecedent | None) -> Known:
+    def _known(self, span: Span, policy: Policy, antecedent: Antecedent | None, held: str) -> Known:
         chunk = span.chunk
         assert chunk is not None
         patch = ""
@@ -166,6 +171,7 @@ class Linker:
             kv=self.store.contains(self.keys.kv(chunk)),
             features=not chunk.visual or self.store.contains(self.keys.features(chunk)),
             patch=patch,
+            held=held,
         )
 
     def _find_patch(
@@ -252,12 +258,17 @@ class Linker:
         self._put(key, features, keep)
         return features
 
-    def _fetch_chunks(self, linked: Linked, keep: Keep) -> None:
-        """KV (and boundary states) of every reused chunk: from the store, else computed in the canonical context."""
+    def _fetch_chunks(self, linked: Linked, keep: Keep, window: Held | None) -> None:
+        """Rows (and boundary states) of every reused chunk: a window's, the store's, or computed alone."""
         plan = linked.plan
         if plan.keys_rank is not None:
             return
-        reused = {piece.start for piece in plan.pieces if piece.use == "reuse"}
+        reused = {piece.start for piece in plan.pieces if piece.use == "reuse" and not piece.kept}
+        if window is not None:
+            kept = {piece.start for piece in plan.pieces if piece.kept}
+            linked.sources += (
+                (span, window.rows[place].rows) for place, span in enumerate(linked.prompt.chunks) if span.start in kept
+            )
         layers = [rows.layer for rows in plan.rows if rows.from_states]
         wanted = [(place, span) for place, span in enumerate(linked.prompt.chunks) if span.start in reused]
         held: dict[str, tuple[ChunkKV, dict[int, States]]] = {}

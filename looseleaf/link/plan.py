@@ -8,7 +8,7 @@ an approximate row is approximate.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from looseleaf.link.policies import PatchForm, Policy, Select, policy_name
@@ -23,6 +23,9 @@ class Known:
     features: bool = False
     patch: str = ""
     """The best there is of the policy's form: `exact`, for this very antecedent, a drift it differs by, or none."""
+    held: str = ""
+    """What a window holds of it: rows computed right here (`exact`), behind something else (`kept`), or it wants the
+    chunk as it is stored (`clean`)."""
     states: frozenset[int] = frozenset()
 
 
@@ -58,6 +61,8 @@ class Piece:
     exact: bool = True
     recomputed: int = 0
     """Of a reused chunk's tokens, how many are computed in context in at least one layer (selections: about)."""
+    kept: bool = False
+    """Whether a reused chunk's rows are a window's, not the store's."""
     patched: str = ""
     """Whose patch a reused chunk gets: `exact`, that of an antecedent that differs by a drift, or none."""
 
@@ -101,7 +106,7 @@ class Plan:
     def count(self) -> Count:
         """Tokens by what happens to them."""
         exact = self.prefix_tokens
-        relocated = patched = recomputed = fresh = 0
+        relocated = kept = patched = recomputed = fresh = 0
         for piece in self.pieces:
             size = piece.stop - max(piece.start, min(piece.stop, self.prefix_tokens))
             if piece.use == "compute" or (piece.use == "reuse" and not piece.stored):
@@ -110,16 +115,19 @@ class Plan:
                 recomputed += piece.recomputed
                 if piece.exact:
                     exact += size - piece.recomputed
+                elif piece.kept:
+                    kept += size
                 elif piece.patched:
                     patched += size
                 else:
                     relocated += size - piece.recomputed
-        return Count(exact=exact, relocated=relocated, patched=patched, recomputed=recomputed, fresh=fresh)
+        return Count(exact=exact, relocated=relocated, kept=kept, patched=patched, recomputed=recomputed, fresh=fresh)
 
     def __str__(self) -> str:
         count = self.count()
         lines = [
             f"{self.policy}: {self.tokens} tokens = {count.exact} exact + {count.relocated} relocated + "
+            + (f"{count.kept} kept + " if count.kept else "")
             + (f"{count.patched} patched + " if count.patched else "")
             + f"{count.recomputed} recomputed + {count.fresh} fresh"
             + (f"; approximate from token {self.exact_tokens}" if self.approximate else "; exact")
@@ -130,6 +138,8 @@ class Plan:
                 doing = f"exact to {self.prefix_tokens}, then compute"
             if piece.recomputed:
                 doing += f", {piece.recomputed} tokens in context"
+            if piece.kept:
+                doing = "kept by the window"
             if piece.patched:
                 doing += ", patched" + ("" if piece.patched == "exact" else f" (close: {piece.patched})")
             lines.append(
@@ -144,6 +154,7 @@ class Count:
 
     exact: int = 0
     relocated: int = 0
+    kept: int = 0
     patched: int = 0
     recomputed: int = 0
     fresh: int = 0
@@ -153,8 +164,15 @@ def plan_link(prompt: Prompt, lookup: Lookup, policy: Policy, *, layers: int, ca
     """Turn what is known and a policy into a plan."""
     # the last token is always computed: its output is the answer's first token
     prefix = min(lookup.prefix_tokens, len(prompt) - 1) if policy.uses_prefix else 0
-    if policy.reuses_chunks:  # a chunk is bound whole, over what a prefix has of it
-        prefix = min((span.start for span in prompt.chunks if span.start < prefix < span.stop), default=prefix)
+    if policy.reuses_chunks:  # a chunk is bound whole, and as its window has it
+        prefix = min(
+            (
+                span.start
+                for span, one in zip(prompt.chunks, lookup.chunks, strict=True)
+                if span.start < prefix < span.stop or (span.start < prefix and one.held in ("kept", "clean"))
+            ),
+            default=prefix,
+        )
     known = dict(zip((id(span) for span in prompt.chunks), lookup.chunks, strict=True))
     rebuild = policy.patch is not None and policy.rebuild and not _all_patched(prompt, lookup, prefix, canonical)
     pieces: list[Piece] = []
@@ -164,11 +182,7 @@ def plan_link(prompt: Prompt, lookup: Lookup, policy: Policy, *, layers: int, ca
         reusable = span.chunk is not None and policy.reuses_chunks and span.stop < len(prompt)
         if span.stop <= prefix:
             pieces.append(Piece(start=span.start, stop=span.stop, what=what, use="exact", stored=True))
-        elif (
-            reusable
-            and (known[id(span)].patch or _reuses(policy, span, layers))
-            and not (rebuild and not _at_home(span, prompt, canonical))
-        ):
+        elif reusable and _bound(known[id(span)], span, policy, prompt, canonical, layers, rebuild=rebuild):
             reused.append(span)
             pieces.append(_reuse(span, known[id(span)], policy, prompt, canonical, layers))
         else:
@@ -176,12 +190,13 @@ def plan_link(prompt: Prompt, lookup: Lookup, policy: Policy, *, layers: int, ca
     exact_tokens = min((piece.start for piece in pieces if not piece.exact), default=len(prompt))
     pieces = [replace(piece, exact=piece.stop <= exact_tokens) for piece in pieces]
     places = {id(span): place for place, span in enumerate(prompt.chunks)}
+    by_start = {piece.start: piece for piece in pieces}
     return Plan(
         policy=policy_name(policy),
         tokens=len(prompt),
         prefix_tokens=prefix,
         pieces=tuple(pieces),
-        rows=_rows(prompt, pieces, reused, policy, layers, prefix),
+        rows=_rows(pieces, reused, known, policy, layers, prefix),
         relocate=policy.relocate,
         keys_rank=policy.keys_rank,
         patch=policy.patch,
@@ -189,8 +204,22 @@ def plan_link(prompt: Prompt, lookup: Lookup, policy: Policy, *, layers: int, ca
         later=policy.later,
         two_step=policy.two_step,
         exact_tokens=exact_tokens,
-        missing=tuple(places[id(span)] for span in reused if policy.keys_rank is None and not known[id(span)].kv),
+        missing=tuple(
+            places[id(span)]
+            for span, piece in ((span, by_start[span.start]) for span in reused)
+            if policy.keys_rank is None and not piece.stored
+        ),
     )
+
+
+def _bound(
+    known: Known, span: Span, policy: Policy, prompt: Prompt, canonical: Canonical, layers: int, *, rebuild: bool
+) -> bool:
+    """Whether a chunk's rows are read from somewhere; else it is computed."""
+    if known.held:
+        return True
+    kept = known.patch != "" or _reuses(policy, span, layers)
+    return kept and (not rebuild or _at_home(span, prompt, canonical))
 
 
 def _reuses(policy: Policy, span: Span, layers: int) -> bool:
@@ -206,7 +235,7 @@ def _all_patched(prompt: Prompt, lookup: Lookup, prefix: int, canonical: Canonic
     ever be made of them.
     """
     return all(
-        known.patch != "" or span.stop <= prefix or _at_home(span, prompt, canonical)
+        known.patch != "" or known.held != "" or span.stop <= prefix or _at_home(span, prompt, canonical)
         for span, known in zip(prompt.chunks, lookup.chunks, strict=True)
     )
 
@@ -218,25 +247,33 @@ def _at_home(span: Span, prompt: Prompt, canonical: Canonical) -> bool:
 
 def _reuse(span: Span, known: Known, policy: Policy, prompt: Prompt, canonical: Canonical, layers: int) -> Piece:
     home = _at_home(span, prompt, canonical)
+    kept = known.held in ("exact", "kept")
+    patch = "" if home or known.held else known.patch
     recomputed = 0
-    if not home and not known.patch:
+    if not home and not known.held and not patch:
         for stage in policy.stages(len(span), layers):
             rows = stage.rows
             recomputed = max(recomputed, round(rows.share * len(span)) if isinstance(rows, Select) else len(rows))
     assert span.chunk is not None
-    exact = home and policy.keys_rank is None
+    exact = known.held == "exact" if known.held else home and policy.keys_rank is None
     return Piece(
-        start=span.start, stop=span.stop, what=span.chunk.kind, use="reuse", stored=known.kv, exact=exact,
-        recomputed=recomputed, patched="" if home else known.patch,
+        start=span.start, stop=span.stop, what=span.chunk.kind, use="reuse", stored=known.kv or kept, exact=exact,
+        recomputed=recomputed, kept=kept, patched=patch,
     )  # fmt: skip
 
 
 def _rows(
-    prompt: Prompt, pieces: Sequence[Piece], reused: Sequence[Span], policy: Policy, layers: int, prefix: int
+    pieces: Sequence[Piece],
+    reused: Sequence[Span],
+    known: Mapping[int, Known],
+    policy: Policy,
+    layers: int,
+    prefix: int,
 ) -> tuple[Rows, ...]:
     """Row sets by layer: computed spans everywhere, and of reused chunks what the policy's stages say."""
     base = [range(max(one.start, prefix), one.stop) for one in pieces if one.use == "compute"]
     ready = {piece.start for piece in pieces if piece.use == "reuse" and (piece.exact or piece.patched)}
+    ready |= {span.start for span in reused if known[id(span)].held}
     stages = {span.start: policy.stages(len(span), layers) for span in reused if span.start not in ready}
     rows = []
     for layer in sorted({0, *(stage.layer for each in stages.values() for stage in each)}):

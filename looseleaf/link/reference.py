@@ -21,6 +21,7 @@ from looseleaf.errors import ModelError, UnsupportedModelError
 from looseleaf.kv.attention import Capture
 from looseleaf.kv.layout import KVRows
 from looseleaf.kv.records import Patch
+from looseleaf.link.held import Held
 from looseleaf.link.linker import Keep, Linker
 from looseleaf.link.policies import FullReuse, Policy, Reprefill
 from looseleaf.link.sequence import Linked
@@ -56,6 +57,8 @@ class Way:
     tamper: Callable[[Linked], None] | None = None
     """Plants a mistake."""
     keep: Keep = field(default_factory=Keep)
+    held: Held | None = None
+    """A window's rows."""
 
 
 class Reference:
@@ -141,9 +144,8 @@ class Reference:
 
     def _link(self, way: Way) -> Linked:
         capacity = len(way.prompt) + len(way.answer) - 1
-        linked = self.linker.link(
-            way.prompt, self.linker.plan(way.prompt, way.policy), capacity=capacity, keep=way.keep
-        )
+        plan = self.linker.plan(way.prompt, way.policy, way.held)
+        linked = self.linker.link(way.prompt, plan, capacity=capacity, keep=way.keep, held=way.held)
         linked.patches.update(way.patches)
         if way.tamper is not None:
             way.tamper(linked)

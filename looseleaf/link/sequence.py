@@ -22,7 +22,7 @@ from looseleaf.link.oracle import most_deviating
 from looseleaf.link.plan import Plan, Rows, flatten
 from looseleaf.model.adapter import Adapter
 from looseleaf.model.lane import Deep, Entry, Lane
-from looseleaf.model.rotary import rotate
+from looseleaf.model.rotary import rotate, unrotate
 from looseleaf.patch.form import put_on
 from looseleaf.prompt.chunks import Prompt, Span
 
@@ -88,6 +88,14 @@ class Linked:
         self._bound = True
         self.done_to = stop
         return lane
+
+    def unrotated(self, span: Span) -> KVRows:
+        """A copy of a span's rows, its keys turned back."""
+        rows, decoder = self.table.copy_out(range(span.start, span.stop)), self.adapter.decoder
+        phase = decoder.phase(self.positions[:, span.start : span.stop])
+        for keys in rows.keys:
+            keys.copy_(unrotate(keys, phase, decoder.form))
+        return rows
 
     def release(self) -> None:
         """Give the table's memory back; nothing may read this sequence any more."""

@@ -1,0 +1,60 @@
+"""Rows a window holds of its chunks: as they were computed in it, keys un-rotated, bound again wherever they stand now.
+
+A request carries them; chunks it had to compute are added when it ends. They are exact as long as what stands in front
+of a chunk is what it was computed behind; otherwise the answer is approximate and says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from looseleaf.kv.layout import KVRows
+from looseleaf.link.records import Antecedent, antecedents
+from looseleaf.link.sequence import Linked
+from looseleaf.prompt.chunks import Prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditioned:
+    """A chunk's rows in one context."""
+
+    rows: KVRows
+    content: str
+    """The chunk's."""
+    antecedent: Antecedent
+    exact: bool
+    """Whether everything in front of it was exact."""
+
+
+@dataclass
+class Held:
+    """By a chunk's place among the prompt's: its rows, and which shall be bound as they are stored, without context."""
+
+    rows: dict[int, Conditioned] = field(default_factory=dict)
+    clean: frozenset[int] = frozenset()
+
+    def state(self, place: int, antecedent: Antecedent) -> str:
+        """`exact`, `kept` (computed behind something else), `clean`, or nothing."""
+        if place in self.clean:
+            return "clean"
+        one = self.rows.get(place)
+        if one is None:
+            return ""
+        return "exact" if one.exact and one.antecedent.exact == antecedent.exact else "kept"
+
+    def take(self, linked: Linked) -> None:
+        """Add what a finished sequence computed in context."""
+        computed = {piece.start: piece for piece in linked.plan.pieces if piece.use == "compute"}
+        before = antecedents(linked.prompt)
+        for place, span in enumerate(linked.prompt.chunks):
+            if span.start in computed:
+                exact = computed[span.start].exact and span.stop <= linked.table.exact_tokens
+                assert span.chunk is not None
+                self.rows[place] = Conditioned(
+                    rows=linked.unrotated(span), content=span.chunk.content, antecedent=before[span.start], exact=exact
+                )
+
+    def states(self, prompt: Prompt) -> dict[int, str]:
+        """By a chunk's place: what is held of it."""
+        before = antecedents(prompt)
+        return {place: self.state(place, before[span.start]) for place, span in enumerate(prompt.chunks)}

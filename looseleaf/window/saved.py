@@ -1,0 +1,151 @@
+"""Windows on disk: a folder with one JSON file, pictures as PNG and kept rows as safetensors.
+
+Pixels are kept as they were decoded, so that a reopened page has the identity it had and finds what is stored for it.
+Rows belong to one model, dtype and canonical context; for any other they are left out and computed again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import PIL.Image
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from looseleaf.errors import ConfigError, MediaError
+from looseleaf.kv.layout import KVRows
+from looseleaf.link.held import Conditioned
+from looseleaf.link.policies import Policy, parse_policy, policy_name
+from looseleaf.link.records import Antecedent
+from looseleaf.prompt.media import read_picture
+from looseleaf.prompt.segments import Clip, Document, Image, Segment
+from looseleaf.system import Looseleaf
+
+log = logging.getLogger(__name__)
+
+FILE, VERSION = "window.json", 1
+
+
+class SavedPage(NamedTuple):
+    """A page as it is written and read."""
+
+    number: int
+    segment: Segment
+    kept: Conditioned | None = None
+    clean: bool = False
+    lacking: bool = False
+
+
+def save_pages(
+    folder: Path, ll: Looseleaf, inside: Sequence[SavedPage], outside: Sequence[SavedPage],
+    budgets: dict[str, int | None], policy: Policy,
+) -> None:  # fmt: skip
+    """Write a window; what the folder held of another one is overwritten, its list of pages last."""
+    folder.mkdir(parents=True, exist_ok=True)
+    told = {
+        "version": VERSION, "model": _identity(ll), "policy": policy_name(policy), **budgets,
+        "pages": [_write(folder, ll, page) for page in inside],
+        "evicted": [_write(folder, ll, page) for page in outside],
+    }  # fmt: skip
+    waiting = folder / f"{FILE}.new"
+    waiting.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    waiting.replace(folder / FILE)
+
+
+def open_pages(folder: Path, ll: Looseleaf) -> tuple[list[SavedPage], list[SavedPage], dict[str, int | None], Policy]:
+    """Read a window."""
+    try:
+        told: dict[str, Any] = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        if told["version"] != VERSION:
+            raise ConfigError(f"{folder} holds a window of version {told['version']}; this looseleaf reads {VERSION}")
+        same = told["model"] == _identity(ll)
+        if not same:
+            log.warning("%s was saved with another model, dtype or preamble: its rows are computed again", folder)
+        inside = [_read(folder, ll, one, rows=same) for one in told["pages"]]
+        outside = [_read(folder, ll, one, rows=False) for one in told["evicted"]]
+        budgets = {name: told[name] for name in ("budget_tokens", "budget_bytes")}
+        return inside, outside, budgets, parse_policy(told["policy"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{folder} does not hold a window that can be read: {error!r}") from error
+
+
+def _identity(ll: Looseleaf) -> list[str]:
+    layout = ll.adapter.layout.describe()
+    return [ll.adapter.fingerprint, layout, ll.builder.canonical.identity]
+
+
+def _write(folder: Path, ll: Looseleaf, page: SavedPage) -> dict[str, Any]:
+    name, segment = f"page-{page.number}", page.segment
+    told: dict[str, Any] = {"number": page.number, "clean": page.clean, "lacking": page.lacking}
+    if isinstance(segment, str):
+        told["words"] = segment
+    elif isinstance(segment, Document):
+        told["document"] = segment.text
+    elif isinstance(segment, Image):
+        told["image"] = _picture(folder, ll, segment, name)
+    else:
+        frames = [frame if isinstance(frame, Image) else Image(frame) for frame in segment.frames]
+        told["frames"] = [_picture(folder, ll, frame, f"{name}-{at}") for at, frame in enumerate(frames)]
+        told["seconds_per_frame"] = segment.seconds_per_frame
+    if page.kept is not None:
+        planes = {"keys": page.kept.rows.keys, "values": page.kept.rows.values}
+        tensors = {f"{what}.{layer}": one.contiguous().cpu() for what, each in planes.items()
+                   for layer, one in enumerate(each)}  # fmt: skip
+        save_file(tensors, folder / f"{name}.safetensors")
+        told["kept"] = {
+            "file": f"{name}.safetensors", "content": page.kept.content, "exact": page.kept.exact,
+            "antecedent": list(page.kept.antecedent),
+        }  # fmt: skip
+    return told
+
+
+def _picture(folder: Path, ll: Looseleaf, image: Image, name: str) -> str:
+    read_picture(image, ll.builder.limits).pixels.save(folder / f"{name}.png")
+    return f"{name}.png"
+
+
+def _read(folder: Path, ll: Looseleaf, told: dict[str, Any], *, rows: bool) -> SavedPage:
+    segment: Segment
+    if "words" in told:
+        segment = str(told["words"])
+    elif "document" in told:
+        segment = Document(told["document"])
+    elif "image" in told:
+        segment = _opened(folder, told["image"])
+    else:
+        segment = Clip([_opened(folder, one) for one in told["frames"]], told["seconds_per_frame"])
+    kept = _rows(folder, ll, told["kept"]) if rows and told.get("kept") else None
+    return SavedPage(told["number"], segment, kept, told["clean"], told["lacking"])
+
+
+def _opened(folder: Path, name: str) -> Image:
+    path = folder / Path(name).name  # a list of pages that names files elsewhere reads none of them
+    try:
+        with PIL.Image.open(path) as opened:
+            return Image(opened.convert("RGB"))
+    except (OSError, ValueError) as error:
+        raise MediaError(f"{path} cannot be read: {error}") from error
+
+
+def _rows(folder: Path, ll: Looseleaf, told: dict[str, Any]) -> Conditioned | None:
+    """Kept rows; None where their file is damaged, which costs computing them again."""
+    adapter, path = ll.adapter, folder / Path(told["file"]).name
+    try:
+        tensors = load_file(path, device=str(adapter.device))
+        layers = range(len(adapter.layout.layers))
+        keys, values = ([tensors[f"{what}.{layer}"] for layer in layers] for what in ("keys", "values"))
+        rows = KVRows(adapter.layout, keys[0].shape[1], adapter.device)
+        for mine, read in zip((*rows.keys, *rows.values), (*keys, *values), strict=True):
+            if mine.shape != read.shape or mine.dtype != read.dtype:
+                raise ValueError(f"a plane is {tuple(read.shape)} {read.dtype}, not {tuple(mine.shape)} {mine.dtype}")
+            mine.copy_(read)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        log.warning("%s is damaged and left out: %r", path, error)
+        return None
+    exact, chunks = told["antecedent"]
+    antecedent = Antecedent(exact=exact, chunks=tuple(chunks))
+    return Conditioned(rows=rows, content=told["content"], antecedent=antecedent, exact=told["exact"])
