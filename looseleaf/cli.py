@@ -39,8 +39,9 @@ BENCHES = {"exact": "does reuse machinery change anything when it must not?",
            "rank": "how does recovery grow with rank, depth, basis and tokens?",
            "reorder": "does one orbit patch serve every order?",
            "envelope": "how far may an antecedent drift before a patch harms?",
+           "window": "what do a window's survivors and returning pages need?",
            "amortize": "after how many reuses is a patch paid?"}  # fmt: skip
-COUNTING = ("reuse", "rank", "reorder", "envelope")
+COUNTING = ("reuse", "rank", "reorder", "envelope", "window")
 """Benches that ask questions of trained models."""
 
 
@@ -189,10 +190,12 @@ def _add_bench(commands: Any) -> None:
     bench.add_argument("--seed", type=int, default=0, help="of prompts, images and weights")
     bench.add_argument("--quick", action="store_true", help="within a minute or two on two cores, coarser")
     bench.add_argument(
-        "--count", type=int, help="reuse, rank, reorder, envelope: questions of each kind (default: 500, 200, 100, 100)"
+        "--count",
+        type=int,
+        help="reuse, rank, reorder, envelope, window: questions of each kind (default: 500, 200, 100, 100, 100)",
     )
     bench.add_argument(
-        "--dtype", help="reuse, rank, reorder, envelope: float32, bfloat16 or float16 (default: float32)"
+        "--dtype", help="reuse, rank, reorder, envelope, window: float32, bfloat16 or float16 (default: float32)"
     )
     bench.add_argument(
         "--analyse", type=Path, metavar="FILE", help="reuse: also measure the shape of what reuse loses; drawn here"

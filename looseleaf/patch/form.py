@@ -46,12 +46,21 @@ def factor(matrix: Tensor, rank: int) -> Factors:
     if WORTH * (rank + SPARE) <= min(tokens, width):
         return _few(matrix, rank)
     if width <= tokens:
-        right = torch.linalg.eigh(matrix.mT @ matrix).eigenvectors.flip(1)[:, :rank].contiguous()
+        right = _directions(matrix.mT @ matrix, rank)
         return Factors(left=matrix @ right, right=right)
-    left = torch.linalg.eigh(matrix @ matrix.mT).eigenvectors.flip(1)[:, :rank]
+    left = _directions(matrix @ matrix.mT, rank)
     right = matrix.mT @ left
     sizes = right.norm(dim=0).clamp_min(1e-30)
     return Factors(left=left * sizes, right=right / sizes)
+
+
+def _directions(square: Tensor, rank: int) -> Tensor:
+    """The largest eigenvectors [row, rank] of a matrix times itself."""
+    try:
+        found = torch.linalg.eigh(square).eigenvectors
+    except torch.linalg.LinAlgError:  # in single precision it now and then does not converge on many equal eigenvalues
+        found = torch.linalg.eigh(square.double()).eigenvectors.float()
+    return found.flip(1)[:, :rank].contiguous()
 
 
 def _few(matrix: Tensor, rank: int) -> Factors:

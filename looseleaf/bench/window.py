@@ -1,0 +1,244 @@
+"""What do a window's survivors and returning pages need?
+
+Survivors: a picture in front leaves, one the question needs or one it does not. Those behind keep their rows, turned to
+where they stand then (kept), get a patch that takes the gone picture out of them (removal), one on what is stored
+(fresh), or nothing (blind). Compared with a prompt that never had the picture (forget) and one that has it (remember).
+
+Recall: the last picture a question needs left and comes back behind pictures of which a share was replaced meanwhile.
+Its patch from before (stale), a new one (fresh) or none (blind), all others exact. η = 1 - KL(arm) / KL(blind).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from looseleaf.bench.cases import (
+    CONTROL,
+    TOGETHER,
+    Arm,
+    Case,
+    Item,
+    Try,
+    batches,
+    bounds_of,
+    closed,
+    items,
+    make_cases,
+    mean_kl,
+    tasks,
+    try_all,
+)  # fmt: skip
+from looseleaf.bench.envelope import FORM, WHOLE, patches_by_content, placed
+from looseleaf.bench.models import each_model
+from looseleaf.bench.report import BenchOptions, Report
+from looseleaf.kv.records import Patch
+from looseleaf.patch.deficit import Deficit
+from looseleaf.patch.form import factor, patch_of, rank_within
+from looseleaf.prompt.chunks import Prompt
+from looseleaf.system import Looseleaf
+
+COUNT, QUICK_COUNT = 100, 1
+TURNOVER = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Shares of the pictures in front that were replaced."""
+GONE = ("needed", "not needed")
+
+
+def run(options: BenchOptions, tell: Callable[[str], None] = lambda stage: None) -> Report:
+    """Every model: rows for survivors by whether the question needs what left, and for recall by turnover."""
+    report = Report(bench="window", options=options)
+    count = options.count or (QUICK_COUNT if options.quick else COUNT)
+    for name, ll in each_model(options, tell):
+        left: dict[tuple[str, str], dict[str, list[Arm]]] = {}
+        back: dict[float, dict[str, list[Arm]]] = {}
+        for task in tasks(bounds_of(ll)):
+            if task in (CONTROL, "stream"):
+                continue
+            for number, some in enumerate(batches(items(bounds_of(ll), task, 2, count, options.seed))):
+                tell(f"{name}: {task}, question {number * TOGETHER + 1} of {count}")
+                plain = [replace(item, prompt=[*item.chunks, item.question.text]) for item in some]
+                others = list(items(bounds_of(ll), task, 2, len(some), options.seed + 1000 + number))
+                for key, arms in try_survivors(ll, plain, options.seed).items():
+                    _add(left.setdefault(key, {}), arms)
+                for turned, found in try_recall(ll, plain, others, options.seed).items():
+                    _add(back.setdefault(turned, {}), found)
+        rows = [{"model": name, "what": f"survivors, one {gone} left", "against": against, **row}
+                for (gone, against), arms in left.items() for row in score(arms)]  # fmt: skip
+        rows += [{"model": name, "what": f"recall, {turned:.0%} replaced", "against": "re-prefill", **row}
+                 for turned, arms in back.items() for row in score(arms)]  # fmt: skip
+        report.rows += rows
+        report.summary[name] = {
+            f"{row['what']}: {row['arm']}": row["eta"] if "recall" in row["what"] else row["kl"]
+            for row in rows
+            if row["arm"] in ("kept", "stale", "fresh") and row["against"] != "remember"
+        }
+    return report
+
+
+def try_survivors(ll: Looseleaf, some: Sequence[Item], seed: int) -> dict[tuple[str, str], dict[str, list[Arm]]]:
+    """Every question with a picture in front gone, by which one and against what."""
+    found: dict[tuple[str, str], dict[str, list[Arm]]] = {}
+    whole = make_cases(ll, some)
+    for gone in GONE:
+        picked = [(case, _without(case.item, gone, Random(f"{seed} {at}"))) for at, case in enumerate(whole)]
+        both = [(case, item) for case, item in picked if item is not None]
+        if not both:
+            continue
+        remember = [case for case, _ in both]
+        forget = make_cases(ll, [item for _, item in both])
+        tries = [_survivors(before, after) for before, after in zip(remember, forget, strict=True)]
+        for against, cases in (("forget", forget), ("remember", remember)):
+            prompts = [
+                {arm: replace(one, prompt=after.prompt) for arm, one in ways.items()}
+                for ways, after in zip(tries, forget, strict=True)
+            ]
+            for arms in try_all(ll, cases, prompts):
+                _add(found.setdefault((gone, against), {}), {arm: [one] for arm, one in arms.items()})
+    return found
+
+
+def _without(item: Item, gone: str, chance: Random) -> Item | None:
+    """An item without one picture in front of the last it needs; None where there is none such."""
+    last = max(item.question.needs)
+    needed = [at for at in item.question.needs if at < last]
+    spare = [at for at in range(last) if at not in item.question.needs]
+    choice = needed if gone == "needed" else spare
+    if not choice:
+        return None
+    at = chance.choice(choice)
+    chunks = [*item.chunks[:at], *item.chunks[at + 1 :]]
+    return replace(item, chunks=chunks, prompt=[*chunks, item.question.text])
+
+
+def _survivors(before: Case, after: Case) -> dict[str, Try]:
+    """Ways to a prompt that lost a picture: what its others kept, and what they could have instead."""
+    kept = patches_by_content(before, WHOLE)
+    removal = {}
+    for span, old in _same_chunks(before.prompt, after.prompt):
+        alone = after.alone[span]
+        was, now = before.deficits()[old], after.deficits()[span]
+        removal[span] = patch_of(_moved(was, now), alone, share=1.0)
+    return {
+        "blind": Try(),
+        "kept": Try(patches=placed(after, kept)),
+        "removal": Try(patches=removal),
+        "fresh": Try(patches=placed(after, patches_by_content(after, FORM))),
+    }
+
+
+def _same_chunks(before: Prompt, after: Prompt) -> list[tuple[int, int]]:
+    """First slots of the chunks of a prompt, and of the same ones in the prompt it was cut from."""
+    starts: dict[str, list[int]] = {}
+    for span in before.chunks:
+        assert span.chunk is not None
+        starts.setdefault(span.chunk.content, []).append(span.start)
+    found = []
+    for span in after.chunks:
+        assert span.chunk is not None
+        found.append((span.start, starts[span.chunk.content][0]))
+    return found
+
+
+def _moved(was: Deficit, now: Deficit) -> Deficit:
+    """What a chunk kept, with a patch of FORM's bytes that takes it to what it would be now."""
+
+    def step(old: Tensor, new: Tensor) -> Tensor:
+        found = factor(new - old, rank_within(FORM.share, *old.shape))
+        return old + found.left @ found.right.mT
+
+    keys, values = (
+        tuple(step(old, new) for old, new in zip(before, after, strict=True))
+        for before, after in ((was.keys, now.keys), (was.values, now.values))
+    )
+    return replace(now, keys=keys, values=values)
+
+
+def try_recall(
+    ll: Looseleaf, some: Sequence[Item], others: Sequence[Item], seed: int
+) -> dict[float, dict[str, list[Arm]]]:
+    """The last picture a question needs, back behind pictures some of which are new."""
+    stale = [patches_by_content(case, FORM) for case in make_cases(ll, some)]
+    found: dict[float, dict[str, list[Arm]]] = {}
+    for turned in TURNOVER:
+        moved = [
+            _turned(item, other, turned, Random(f"{seed} {at}"))
+            for at, (item, other) in enumerate(zip(some, others, strict=True))
+        ]
+        cases = make_cases(ll, moved)
+        tries = []
+        for case, old in zip(cases, stale, strict=True):
+            back = case.prompt.chunks[max(case.item.question.needs)]
+            assert back.chunk is not None
+            rest = {at: one for at, one in placed(case, patches_by_content(case, WHOLE)).items() if at != back.start}
+            fresh: dict[int, Patch] = {back.start: patches_by_content(case, FORM)[back.chunk.content]}
+            tries.append({
+                "blind": Try(patches=rest),
+                "stale": Try(patches={**rest, back.start: old[back.chunk.content]}),
+                "fresh": Try(patches={**rest, **fresh}),
+            })  # fmt: skip
+        for arms in try_all(ll, cases, tries):
+            _add(found.setdefault(turned, {}), {arm: [one] for arm, one in arms.items()})
+    return found
+
+
+def _turned(item: Item, other: Item, share: float, chance: Random) -> Item:
+    """An item of whose pictures in front of the last it needs a share is another's."""
+    last = max(item.question.needs)
+    chunks = list(item.chunks)
+    lent = [chunk for chunk in other.chunks if chunk not in chunks]
+    for at in chance.sample(range(last), min(round(share * last), len(lent))):
+        chunks[at] = lent.pop(0)
+    return replace(item, chunks=chunks, prompt=[*chunks, item.question.text])
+
+
+def score(arms: Mapping[str, Sequence[Arm]]) -> list[dict[str, Any]]:
+    """A row for every arm."""
+    blind = arms["blind"]
+    flips = [at for at, one in enumerate(blind) if one.changed]
+    return [
+        {
+            "arm": arm, "n": len(each), "kl": mean_kl(each), "eta": closed(mean_kl(each), mean_kl(blind)),
+            "changed": sum(one.changed for one in each), "flips": len(flips),
+            "restored": sum(not each[at].changed for at in flips), "right": sum(one.right for one in each),
+        }
+        for arm, each in arms.items()
+    ]  # fmt: skip
+
+
+def _add(found: dict[str, list[Arm]], more: Mapping[str, Sequence[Arm]]) -> None:
+    for arm, each in more.items():
+        found.setdefault(arm, []).extend(each)
+
+
+def plot(report: Report, path: Path) -> None:
+    """A row a model: KL of survivors by arm, and η of recall by turnover."""
+    models = list(report.summary)
+    figure = Figure(figsize=(11, 4 * max(1, len(models))), layout="constrained")
+    for pair, model in zip(figure.subplots(max(1, len(models)), 2, squeeze=False), models, strict=False):
+        rows = [row for row in report.rows if row["model"] == model]
+        left = [row for row in rows if row["what"].startswith("survivors")]
+        groups = list(dict.fromkeys((row["what"], row["against"]) for row in left))
+        names = list(dict.fromkeys(row["arm"] for row in left))
+        for number, arm in enumerate(names):
+            picked = {(row["what"], row["against"]): row["kl"] for row in left if row["arm"] == arm}
+            pair[0].bar(
+                [at + 0.2 * number for at in range(len(groups))], [picked[one] for one in groups], 0.18, label=arm
+            )
+        labels = [f"{what.removeprefix('survivors, one ')}\nagainst {against}" for what, against in groups]
+        pair[0].set_xticks([at + 0.3 for at in range(len(groups))], labels, fontsize=7)
+        pair[0].set(ylabel="KL, nats", title=f"{model}: survivors")
+        for arm in ("stale", "fresh"):
+            told = [row for row in rows if row["what"].startswith("recall") and row["arm"] == arm]
+            pair[1].plot(TURNOVER[: len(told)], [row["eta"] for row in told], "o-", label=arm)
+        pair[1].axhline(0, color="0.6", linewidth=0.8)
+        pair[1].set(xlabel="pictures in front replaced", ylabel="η", title=f"{model}: recall")
+        for axes in pair:
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=120)
