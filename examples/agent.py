@@ -76,8 +76,8 @@ def main() -> None:
         agree = sum(one.text == answer.text for one, (_, answer) in zip(in_full, agent.asked, strict=True))
         tokens = sum(one.usage.prompt_tokens for one in in_full)
         print(f"{right} right; {computed} tokens computed instead of {tokens}; {seen} images looked at, once each. "
-              f"Computing every prompt in full gives {agree} of {len(in_full)} answers alike: where the key has left, it "
-              f"cannot know what a page remembers.")  # fmt: skip
+              f"Computing every prompt in full gives {agree} of {len(in_full)} answers alike: where the key has left "
+              f"it cannot know what a page remembers.")  # fmt: skip
 
 
 def question_about(scene: Scene, world: Scenes, chance: Random) -> tuple[str, str]:
