@@ -47,6 +47,9 @@ ENOUGH, RESTORED = 0.97, 0.97
 """η and the share of flips restored that a patch must reach."""
 CLOSE, HARMED = 0.9, 0.02
 """η a drifted patch must reach, and the share of answers it may change that blind reuse had kept."""
+TIE = 0.01
+"""Nats: an answer that changes at a smaller KL was undecided, and is not counted as changed. In bf16 the two likeliest
+tokens of such a one often tie to the last bit."""
 SPARED = 0.01
 """η that may be lost by leaving shallow layers alone."""
 FOUND_AS = {
@@ -83,11 +86,15 @@ def calibrate(
 
 def loss(arms: Sequence[Arm], blind: Sequence[Arm]) -> Loss:
     """What some answers lose, beside what blind reuse does."""
-    flips = [at for at, one in enumerate(blind) if one.changed]
+    flips = [at for at, one in enumerate(blind) if _changed(one)]
     return Loss(
-        n=len(arms), kl=mean_kl(arms), changed=sum(one.changed for one in arms), flips=len(flips),
-        restored=sum(not arms[at].changed for at in flips), eta=closed(mean_kl(arms), mean_kl(blind)),
+        n=len(arms), kl=mean_kl(arms), changed=sum(map(_changed, arms)), flips=len(flips),
+        restored=sum(not _changed(arms[at]) for at in flips), eta=closed(mean_kl(arms), mean_kl(blind)),
     )  # fmt: skip
+
+
+def _changed(one: Arm) -> bool:
+    return one.changed and one.kl > TIE
 
 
 def _arms(
@@ -168,7 +175,9 @@ def _drifts(
                     found.setdefault(drift, {}).setdefault(arm, []).extend(each)
     losses = {drift: loss(arms["drifted"], arms["blind"]) for drift, arms in found.items()}
     harmed = {
-        drift: sum(one.changed and not other.changed for one, other in zip(arms["drifted"], arms["blind"], strict=True))
+        drift: sum(
+            _changed(one) and not other.changed for one, other in zip(arms["drifted"], arms["blind"], strict=True)
+        )
         for drift, arms in found.items()
     }
     gone = found.get("one fewer")

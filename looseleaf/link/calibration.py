@@ -31,7 +31,7 @@ class Loss:
     kl: float
     """Nats an answered token."""
     changed: int
-    """Answers that are another's."""
+    """Answers that are another's, and were not undecided."""
     flips: int
     """Answers that blind reuse changes."""
     restored: int
