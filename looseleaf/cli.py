@@ -316,9 +316,11 @@ def _bench(options: argparse.Namespace) -> None:
 
 def _calibrate(options: argparse.Namespace) -> None:
     check_whole("--count", options.count, low=1)
+    if options.out is not None and options.out.is_dir():
+        raise ConfigError(f"--out {options.out} is a folder; name a file in it")
     with Doing(Console(stderr=True)) as doing, _open(options, doing) as ll:
         found = calibrate(ll, count=options.count, seed=options.seed, tell=doing)
-        path = options.out or cached_at(found.fingerprint, found.dtype)
+        path = options.out or cached_at(found.fingerprint, found.dtype, found.canonical)
     found.save(path)
     print_rows(rows_of(found))
     print(f"noise: {found.noise_kl:.1e} nats; auto uses patches of {found.share:.0%} of a page's bytes from layer "

@@ -33,6 +33,8 @@ class Config:
     def __post_init__(self) -> None:
         check_whole("store_bytes", self.store_bytes, low=0)
         check_number("audit", self.audit, low=0, high=1)
+        if not isinstance(self.calibration, Path | None):
+            raise ConfigError(f"calibration is a Path, got {self.calibration!r}")
         if self.canonical not in CANONICALS:
             raise ConfigError(f"canonical must be {' or '.join(map(repr, CANONICALS))}, got {self.canonical!r}")
         if not isinstance(self.policy, Policy):

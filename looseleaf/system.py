@@ -34,6 +34,7 @@ from looseleaf.link.reference import Reference
 from looseleaf.model.adapter import Adapter
 from looseleaf.model.loading import load_adapter
 from looseleaf.prompt.build import PromptBuilder
+from looseleaf.prompt.chunks import Prompt
 from looseleaf.prompt.segments import PromptLike, Segment
 from looseleaf.store.memory import MemoryStore
 from looseleaf.store.protocol import StoreStats
@@ -214,7 +215,7 @@ class Looseleaf:
         """Of the model's rows, as it is called everywhere."""
         return str(self.adapter.layout.dtype).removeprefix("torch.")
 
-    def ask(self, prompt: PromptLike, **options: Any) -> Answer:
+    def ask(self, prompt: PromptLike | Prompt, **options: Any) -> Answer:
         """Answer a prompt. Options: `policy`, `no_store`, `no_harvest`, `ttl_s` and everything in Sampling."""
         return self.submit(prompt, **options).result()
 
@@ -222,7 +223,7 @@ class Looseleaf:
         """The answer's text in pieces, as it is made; closing the iterator cancels the request."""
         return iter(self.submit(prompt, **options))
 
-    def submit(self, prompt: PromptLike, **options: Any) -> Reply:
+    def submit(self, prompt: PromptLike | Prompt, **options: Any) -> Reply:
         """Put a prompt in line and go on: the Reply is awaitable and iterable."""
         reply = Reply(self)
         request = self.request(prompt, **options)
@@ -238,7 +239,7 @@ class Looseleaf:
         """Stop a request; False when it had ended already."""
         return reply.cancel()
 
-    def plan(self, prompt: PromptLike, **options: Any) -> Plan:
+    def plan(self, prompt: PromptLike | Prompt, **options: Any) -> Plan:
         """What would be read and computed for this prompt now, without doing it."""
         return self.engine.plan(self.request(prompt, **options))
 
@@ -251,8 +252,12 @@ class Looseleaf:
 
     def settle(self) -> None:
         """Wait until nothing runs and what requests left behind is stored."""
-        while not self.engine.idle:
-            self.engine.step()
+        while True:
+            while not self.engine.idle:
+                self.engine.step()
+            with self.engine.lock:  # another thread may be at work on the last of it
+                if self.engine.idle:
+                    return
 
     def audited(self) -> AuditCounters:
         """What re-prefill would have said of the answers sampled so far; see `Config.audit`."""
@@ -264,7 +269,7 @@ class Looseleaf:
 
     def request(
         self,
-        prompt: PromptLike,
+        prompt: PromptLike | Prompt,
         *,
         policy: Policy | str | None = None,
         no_store: bool = False,
@@ -274,7 +279,7 @@ class Looseleaf:
         held: Held | None = None,
         **sampling: Any,
     ) -> Request:
-        """A prompt and options as the engine takes them; raises when any of them is wrong."""
+        """A prompt, built already or not, and options as the engine takes them; raises when any of them is wrong."""
         started = time.perf_counter()
         if isinstance(policy, str):
             policy = parse_policy(policy)
@@ -294,14 +299,19 @@ class Looseleaf:
         if isinstance(sampling.get("stop"), list):
             sampling["stop"] = tuple(sampling["stop"])
         chosen = Sampling(**sampling)
-        built = self.builder.build(prompt, start_pos=start_pos, max_tokens=chosen.max_tokens)
+        if isinstance(prompt, Prompt):
+            built = prompt
+            self.builder.check_length(built, chosen.max_tokens)
+        else:
+            built = self.builder.build(prompt, start_pos=start_pos, max_tokens=chosen.max_tokens)
+        tuned = self.tuned(policy or self.config.policy)
         return Request(
-            prompt=built, policy=self._tuned(policy or self.config.policy), sampling=chosen,
-            calibrated=self.calibration is not None, held=held,
+            prompt=built, policy=tuned, sampling=chosen,
+            calibrated=self.calibration is not None and self.calibration.covers(tuned), held=held,
             keep=Keep(store=not no_store, harvest=not no_harvest, ttl_s=ttl_s), prepare_s=time.perf_counter() - started,
         )  # fmt: skip
 
-    def _tuned(self, policy: Policy) -> Policy:
+    def tuned(self, policy: Policy) -> Policy:
         """A policy as the calibration sets it; without one, said aloud once."""
         if self.calibration is not None:
             return self.calibration.tune(policy)

@@ -192,7 +192,9 @@ def _allowed(drifts: Mapping[str, Loss], harmed: Mapping[str, int]) -> str:
             one = drifts[drift]
             fine = (one.eta is None or one.eta >= CLOSE) and harmed[drift] <= HARMED * one.n
             good[name] = good.get(name, True) and fine
-    return "+".join(name for name, fine in good.items() if fine) or "none"
+    if not good.get("words"):  # the others come with other words
+        return "none"
+    return "+".join(name for name, fine in good.items() if fine)
 
 
 def rows_of(found: Calibration) -> list[dict[str, Any]]:

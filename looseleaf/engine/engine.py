@@ -8,6 +8,7 @@ others go on.
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import time
 from collections import deque
@@ -28,6 +29,8 @@ from looseleaf.link.linker import Linker
 from looseleaf.link.plan import Plan
 from looseleaf.link.sequence import Linked
 from looseleaf.model.lane import Entry, Lane
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -131,7 +134,9 @@ class Engine:
             self._reap()
             self._admit()
             if not self._running or self.harvest.pressing:
-                worked = self.harvest.work() or (self.audit is not None and not self._running and self.audit.work())
+                worked = self.harvest.work(hurry=bool(self._running)) or (
+                    self.audit is not None and not self._running and self.audit.work()
+                )
                 if not self._running:
                     return worked
             plan = schedule(
@@ -200,8 +205,12 @@ class Engine:
             self._running[job.id] = _Sequence(
                 job=job, linked=linked,
                 words=Words(self.linker.adapter.tokenizer, job.request.sampling.stop),
-                generator=generator, heard=[] if self.audit is not None and self.audit.picks(linked.plan) else None,
+                generator=generator, heard=[] if self._audits(job, linked.plan) else None,
             )  # fmt: skip
+
+    def _audits(self, job: Job, plan: Plan) -> bool:
+        """Whether an answer is compared later; a window's is not, since it may remember what its prompt lacks."""
+        return self.audit is not None and job.request.held is None and self.audit.picks(plan)
 
     def _decode_lanes(self, decoding: Sequence[_Sequence]) -> list[Lane]:
         """One row for each decoding sequence: its last token."""
@@ -249,7 +258,7 @@ class Engine:
         now = time.perf_counter()
         for row, (one, choice) in enumerate(zip(sequences, chosen, strict=True)):
             if one.heard is not None and len(one.heard) < TOKENS:
-                one.heard.append(logits[row].float().cpu())
+                one.heard.append(logits[row].clone())
             if choice.error is not None:
                 self._end(one.job, error=choice.error)
                 continue
@@ -286,8 +295,7 @@ class Engine:
             text=one.words.text, token_ids=tuple(one.answer), finish_reason=one.finish_reason, usage=_usage(one),
             plan=one.linked.plan, logprobs=tuple(one.logprobs) if told else None,
         )  # fmt: skip
-        if one.job.request.held is not None:
-            one.job.request.held.take(one.linked)  # before the answer is out: whoever asks next counts on it
+        self._hold(one)
         self._end(one.job, answer=answer)
         # off the request's path: its answer is out
         if one.job.request.policy.uses_prefix:
@@ -295,6 +303,15 @@ class Engine:
         self.harvest.note(one.linked, one.job.request.keep)
         if self.audit is not None and one.heard:
             self.audit.note(one.linked.prompt, tuple(one.answer), one.heard, one.job.request.keep)
+
+    def _hold(self, one: _Sequence) -> None:
+        """Give a window its rows, before the answer is out: whoever asks next counts on them."""
+        if one.job.request.held is None:
+            return
+        try:
+            one.job.request.held.take(one.linked)
+        except Exception:
+            log.exception("a window's rows could not be kept; its next question computes them again")
 
     def _guard(self, one: _Sequence, act: Callable[[], T]) -> T | None:
         """Do something for one sequence; if it fails, that sequence ends with the error and others go on."""

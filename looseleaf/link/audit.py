@@ -72,7 +72,8 @@ class Audit:
 
     def note(self, prompt: Prompt, answer: tuple[int, ...], logits: list[Tensor], keep: Keep) -> None:
         """Write down an answer's tokens and the logits [vocabulary] each was chosen from."""
-        self._waiting.append(_Heard(prompt=prompt, answer=answer[: len(logits)], logits=torch.stack(logits), keep=keep))
+        kept = torch.stack(logits).float().cpu()
+        self._waiting.append(_Heard(prompt=prompt, answer=answer[: len(logits)], logits=kept, keep=keep))
         if len(self._waiting) > WAITING:
             self._waiting.popleft()
             self.counters.dropped += 1

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from looseleaf.errors import ConfigError
-from looseleaf.link.policies import Auto, Policy
+from looseleaf.errors import ConfigError, PolicyError
+from looseleaf.link.policies import Auto, FirstK, FullReuse, Patched, Policy
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +75,15 @@ class Calibration:
             close=self.close if policy.close is None else policy.close,
         )
 
+    def covers(self, policy: Policy) -> bool:
+        """Whether what a policy does is among what was measured."""
+        if isinstance(policy, Auto):
+            form, close = policy.patch, set(self.close.split("+"))
+            return (form.share, form.from_layer) == (self.share, self.from_layer) and set(policy.drifts) <= close
+        if isinstance(policy, Patched):
+            return f"patch {policy.share:.0%}" in self.ways and policy.from_layer == 0 and not policy.close
+        return policy in (FullReuse(), FirstK(k=32)) or not policy.reuses_chunks
+
     def fits(self, fingerprint: str, dtype: str, canonical: str) -> bool:
         """Whether it was measured on this."""
         return (self.fingerprint, self.dtype, self.canonical) == (fingerprint, dtype, canonical)
@@ -82,7 +91,9 @@ class Calibration:
     def save(self, path: Path) -> None:
         """As JSON."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"version": VERSION, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
+        waiting = path.with_name(f"{path.name}.new")
+        waiting.write_text(json.dumps({"version": VERSION, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
+        waiting.replace(path)
 
 
 def read_calibration(path: Path) -> Calibration:
@@ -94,8 +105,10 @@ def read_calibration(path: Path) -> Calibration:
         for name in ("ways", "drifts"):
             given[name] = {way: Loss(**loss) for way, loss in given[name].items()}
         given["survivors"] = Loss(**given["survivors"]) if given["survivors"] else None
-        return Calibration(**given)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        found = Calibration(**given)
+        Auto(share=found.share, from_layer=found.from_layer, close=found.close)  # raises where it is no policy
+        return found
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, PolicyError) as error:
         raise ConfigError(f"{path} is not a calibration: {error!r}") from error
 
 
@@ -104,10 +117,10 @@ def file_name(dtype: str) -> str:
     return f"calibration-{dtype}.json"
 
 
-def cached_at(fingerprint: str, dtype: str) -> Path:
+def cached_at(fingerprint: str, dtype: str, canonical: str) -> Path:
     """Where `looseleaf calibrate` leaves it unless told otherwise."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "looseleaf" / "calibrations" / f"{fingerprint[:32]}-{dtype}.json"
+    return Path(base) / "looseleaf" / "calibrations" / f"{fingerprint[:32]}-{canonical[:8]}-{dtype}.json"
 
 
 def find_calibration(
@@ -122,7 +135,7 @@ def find_calibration(
                 f"context; run `looseleaf calibrate` for it"
             )
         return found
-    for path in (cached_at(fingerprint, dtype), folder / file_name(dtype)):
+    for path in (cached_at(fingerprint, dtype, canonical), folder / file_name(dtype)):
         if not path.is_file():
             continue
         try:

@@ -21,6 +21,7 @@ from looseleaf.link.policies import PatchForm
 from looseleaf.link.records import Antecedent, antecedents
 from looseleaf.link.sequence import Linked
 from looseleaf.patch.form import form_patch
+from looseleaf.prompt.build import LazyInputs
 from looseleaf.prompt.chunks import Chunk, Prompt, Span
 from looseleaf.store.protocol import Key
 
@@ -66,12 +67,15 @@ class _Unseen:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held while it waits."""
-        return sum(_seen_by(span.chunk) for span in self.prompt.chunks if span.chunk is not None)
+        """Bytes held while it waits: its tokens and positions, and what its chunks would be seen by."""
+        seen_by = sum(_seen_by(span.chunk) for span in self.prompt.chunks if span.chunk is not None)
+        return seen_by + self.prompt.positions.nbytes + 8 * len(self.prompt)
 
 
 def _seen_by(chunk: Chunk) -> int:
-    return sum(one.nbytes for one in chunk.inputs.values())
+    """Bytes of the inputs a chunk holds already; those not made yet are not made to be counted."""
+    made = chunk.inputs.made if isinstance(chunk.inputs, LazyInputs) else chunk.inputs
+    return sum(one.nbytes for one in made.values())
 
 
 @dataclass
@@ -149,11 +153,17 @@ class Harvest:
         self._add(_Conditioned(chunk=span.chunk, rows=rows, antecedent=antecedent, form=form, key=key, keep=keep))
 
     @torch.inference_mode()
-    def work(self) -> bool:
-        """Form one patch and store it, or compute one prompt for its patches; False when nothing waits."""
+    def work(self, *, hurry: bool = False) -> bool:
+        """Form one patch and store it, or compute one prompt for its patches; False when nothing waits.
+
+        In a hurry prompts are let go: requests that wait come first.
+        """
         if not self._waiting:
             return False
         one = self._pop()
+        if hurry and isinstance(one, _Unseen):
+            self.counters.dropped += 1
+            return True
         try:
             if isinstance(one, _Unseen):
                 self._compute(one)
@@ -170,8 +180,11 @@ class Harvest:
 
     def _compute(self, one: _Unseen) -> None:
         """A prompt in context, as a request that is not in a hurry would have."""
-        missing = list(self._missing(one.prompt, one.form))
+        missing = [each for each in self._missing(one.prompt, one.form) if each[2] in one.keys]
         if not missing:
+            return
+        if len(one.prompt) > self._linker.max_rows:  # as long as no pass may be
+            self.counters.dropped += 1
             return
         rows = self._linker.prefill(one.prompt, one.keep)
         self.counters.prompts += 1

@@ -19,7 +19,7 @@ from looseleaf.kv.pool import SlabPool
 from looseleaf.kv.records import ChunkKV, Features, Patch, Pointer, SequenceKV, States
 from looseleaf.link.held import Held
 from looseleaf.link.oracle import low_rank, most_attended
-from looseleaf.link.plan import Known, Lookup, Plan, Rows, compute_instead, plan_link
+from looseleaf.link.plan import Known, Lookup, Plan, Rows, compute_instead, merge, plan_link
 from looseleaf.link.policies import PatchForm, Policy
 from looseleaf.link.records import BLOCK, Antecedent, Keys, antecedents
 from looseleaf.link.sequence import Linked
@@ -66,7 +66,8 @@ class Linker:
     def lookup(self, prompt: Prompt, policy: Policy, held: Held | None = None) -> Lookup:
         """What the store and a window have for this prompt. Reads nothing but pointers to close patches."""
         prefix = 0
-        states = held.states(prompt) if held is not None else {}
+        serves = policy.reuses_chunks and policy.relocate and policy.keys_rank is None
+        states = held.states(prompt) if held is not None and serves else {}
         before = antecedents(prompt) if policy.patch is not None else {}
         if policy.uses_prefix:
             for key in self.keys.blocks(prompt):
@@ -204,14 +205,16 @@ class Linker:
         linked.done_to = tokens
 
     def _shorten_prefix(self, linked: Linked, tokens: int) -> None:
-        """Go on with what is left of a prefix: everything behind it is computed."""
+        """Go on with what is left of a prefix: what it had behind that is computed."""
         self.counters.fallbacks += 1
+        plan = linked.plan
         pieces = tuple(
-            replace(piece, use="compute", stored=False, patched="") if piece.stop > tokens else piece
-            for piece in linked.plan.pieces
+            replace(piece, use="compute", stored=False) if piece.use == "exact" and piece.stop > tokens else piece
+            for piece in plan.pieces
         )
-        rows = replace(linked.plan.rows[0], slots=(range(tokens, len(linked.prompt)),))
-        linked.plan = replace(linked.plan, prefix_tokens=tokens, pieces=pieces, rows=(rows,))
+        (rows,) = plan.rows  # policies with prefixes compute whole spans through all layers
+        slots = merge([*rows.slots, range(tokens, plan.prefix_tokens)])
+        linked.plan = replace(plan, prefix_tokens=tokens, pieces=pieces, rows=(replace(rows, slots=slots),))
         linked.done_to = tokens
 
     def _fetch_patches(self, linked: Linked) -> None:

@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from looseleaf.errors import PolicyError
 from looseleaf.link.policies import PatchForm, Policy, Select, policy_name
 from looseleaf.prompt.chunks import Canonical, Prompt, Span
 
@@ -164,15 +165,11 @@ def plan_link(prompt: Prompt, lookup: Lookup, policy: Policy, *, layers: int, ca
     """Turn what is known and a policy into a plan."""
     # the last token is always computed: its output is the answer's first token
     prefix = min(lookup.prefix_tokens, len(prompt) - 1) if policy.uses_prefix else 0
-    if policy.reuses_chunks:  # a chunk is bound whole, and as its window has it
-        prefix = min(
-            (
-                span.start
-                for span, one in zip(prompt.chunks, lookup.chunks, strict=True)
-                if span.start < prefix < span.stop or (span.start < prefix and one.held in ("kept", "clean"))
-            ),
-            default=prefix,
-        )
+    if policy.reuses_chunks:  # what a window has of a chunk goes before a prefix
+        wanted = zip(prompt.chunks, lookup.chunks, strict=True)
+        prefix = min((prefix, *(span.start for span, one in wanted if one.held in ("kept", "clean"))))
+    if policy.patch is not None and policy.patch.from_layer >= layers:
+        raise PolicyError(f"{policy_name(policy)}: from_layer must be below the model's {layers} layers")
     known = dict(zip((id(span) for span in prompt.chunks), lookup.chunks, strict=True))
     rebuild = policy.patch is not None and policy.rebuild and not _all_patched(prompt, lookup, prefix, canonical)
     pieces: list[Piece] = []
@@ -180,9 +177,10 @@ def plan_link(prompt: Prompt, lookup: Lookup, policy: Policy, *, layers: int, ca
     for span in prompt.spans:
         what = span.chunk.kind if span.chunk else "text"
         reusable = span.chunk is not None and policy.reuses_chunks and span.stop < len(prompt)
+        begun = span.start < prefix < span.stop  # a prefix ends in it: the rest is computed, which is exact
         if span.stop <= prefix:
             pieces.append(Piece(start=span.start, stop=span.stop, what=what, use="exact", stored=True))
-        elif reusable and _bound(known[id(span)], span, policy, prompt, canonical, layers, rebuild=rebuild):
+        elif reusable and _bound(known[id(span)], span, policy, prompt, canonical, layers, rebuild=rebuild or begun):
             reused.append(span)
             pieces.append(_reuse(span, known[id(span)], policy, prompt, canonical, layers))
         else:
@@ -235,7 +233,7 @@ def _all_patched(prompt: Prompt, lookup: Lookup, prefix: int, canonical: Canonic
     ever be made of them.
     """
     return all(
-        known.patch != "" or known.held != "" or span.stop <= prefix or _at_home(span, prompt, canonical)
+        known.patch != "" or known.held != "" or span.start < prefix or _at_home(span, prompt, canonical)
         for span, known in zip(prompt.chunks, lookup.chunks, strict=True)
     )
 
@@ -289,11 +287,11 @@ def _rows(
             else:
                 slots.append(range(start + stage.rows.start, start + stage.rows.stop))
                 from_states = from_states or (stage.from_states and stage.layer == layer)
-        rows.append(Rows(layer=layer, slots=_merge(slots), select=select, from_states=from_states))
+        rows.append(Rows(layer=layer, slots=merge(slots), select=select, from_states=from_states))
     return tuple(rows)
 
 
-def _merge(slots: Sequence[range]) -> tuple[range, ...]:
+def merge(slots: Sequence[range]) -> tuple[range, ...]:
     """Ascending, touching ranges joined, empty ones gone."""
     merged: list[range] = []
     for one in sorted((one for one in slots if len(one)), key=lambda one: one.start):
@@ -312,7 +310,7 @@ def compute_instead(plan: Plan, starts: Collection[int]) -> Plan:
     )
     (rows,) = plan.rows  # plans with patches compute whole spans through all layers
     more = [range(piece.start, piece.stop) for piece in plan.pieces if piece.start in starts]
-    return replace(plan, pieces=pieces, rows=(replace(rows, slots=_merge([*rows.slots, *more])),))
+    return replace(plan, pieces=pieces, rows=(replace(rows, slots=merge([*rows.slots, *more])),))
 
 
 def flatten(slots: Sequence[range]) -> list[int]:

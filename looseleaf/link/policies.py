@@ -45,8 +45,8 @@ class PatchForm:
 
 DRIFTS = ("words", "order", "fewer", "again")
 """How an antecedent may differ from the one a patch was made behind, from the least on: other words between the same
-chunks, the chunks in another order, one chunk fewer, one of them twice. One that is new, or replaced, is never allowed:
-there a patch does harm."""
+chunks, the chunks in another order, one chunk fewer, one of them twice (these with other words, too). One that is
+new, or replaced, is never allowed: there a patch does harm."""
 
 
 class Policy:

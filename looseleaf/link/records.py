@@ -92,8 +92,9 @@ class Keys:
         """Where it says which patch was made last behind an antecedent that differs by a drift; None if none can be."""
         before = antecedent.chunks
         if drift == "again":
-            return None if len(set(before)) == len(before) else self._close("order", chunk, sorted(set(before)), form)
-        return self._close(drift, chunk, before if drift == "words" else sorted(before), form)
+            once = tuple(dict.fromkeys(before))
+            return None if once == before else self._close("words", chunk, once, form)
+        return self._close(drift, chunk, sorted(before) if drift == "order" else before, form)
 
     def found_by(self, chunk: Chunk, antecedent: Antecedent, form: PatchForm) -> Iterator[Key]:
         """Where to say that a patch was made behind this antecedent."""
@@ -103,7 +104,7 @@ class Keys:
         for gone in sorted(set(before)) if len(before) <= MANY else ():
             left = list(before)
             left.remove(gone)
-            yield self._close("fewer", chunk, sorted(left), form)
+            yield self._close("fewer", chunk, left, form)
 
     def _close(self, drift: str, chunk: Chunk, before: Sequence[str], form: PatchForm) -> Key:
         return Key(self._patch(chunk, digest("close", drift=drift, chunks=" ".join(before)), form), "close")

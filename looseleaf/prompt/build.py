@@ -59,6 +59,12 @@ class PromptBuilder:
         chunks = [self._chunk(one, several) for one in segments]
         pieces = self._splice(self.render(messages), chunks)
         built = assemble(pieces, axes=self.adapter.axes, start_pos=start_pos)
+        self.check_length(built, max_tokens)
+        return built
+
+    def check_length(self, built: Prompt, max_tokens: int) -> None:
+        """Raise LimitError where a prompt and its answer are longer than the model takes."""
+        start_pos = built.spans[0].start_pos
         if start_pos + len(built) + max_tokens > self.adapter.max_length:
             where = f" from start_pos {start_pos:,} on" if start_pos else ""
             raise LimitError(
@@ -66,7 +72,6 @@ class PromptBuilder:
                 f"takes {self.adapter.max_length:,} in all{where}. Shorten the prompt, use fewer images or lower "
                 "max_tokens"
             )
-        return built
 
     @cached_property
     def canonical(self) -> Canonical:
@@ -269,6 +274,11 @@ class LazyInputs(Mapping[str, Tensor]):
     def __init__(self, process: Any):
         self._process = process
         self._made: dict[str, Tensor] | None = None
+
+    @property
+    def made(self) -> Mapping[str, Tensor]:
+        """Those that were asked for already."""
+        return self._made or {}
 
     def _inputs(self) -> dict[str, Tensor]:
         if self._made is None:

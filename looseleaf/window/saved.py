@@ -1,20 +1,23 @@
 """Windows on disk: a folder with one JSON file, pictures as PNG and kept rows as safetensors.
 
 Pixels are kept as they were decoded, so that a reopened page has the identity it had and finds what is stored for it.
-Rows belong to one model, dtype and canonical context; for any other they are left out and computed again.
+Rows belong to one model, dtype and canonical context; for any other they are left out and computed again. Files are
+named by their SHA-256, so that a save that does not end leaves the one before it whole. Rows read from a file serve the
+window and count as approximate: nothing is published from them.
 """
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import PIL.Image
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save
 
 from looseleaf.errors import ConfigError, MediaError
 from looseleaf.kv.layout import KVRows
@@ -37,16 +40,16 @@ class SavedPage(NamedTuple):
     segment: Segment
     kept: Conditioned | None = None
     clean: bool = False
-    lacking: bool = False
+    lacks: frozenset[str] = frozenset()
 
 
 def save_pages(
     folder: Path, ll: Looseleaf, inside: Sequence[SavedPage], outside: Sequence[SavedPage],
     budgets: dict[str, int | None], policy: Policy,
 ) -> None:  # fmt: skip
-    """Write a window; what the folder held of another one is overwritten, its list of pages last."""
+    """Write a window, its list of pages last, then let go of files of an earlier one."""
     folder.mkdir(parents=True, exist_ok=True)
-    told = {
+    told: dict[str, Any] = {
         "version": VERSION, "model": _identity(ll), "policy": policy_name(policy), **budgets,
         "pages": [_write(folder, ll, page) for page in inside],
         "evicted": [_write(folder, ll, page) for page in outside],
@@ -54,6 +57,10 @@ def save_pages(
     waiting = folder / f"{FILE}.new"
     waiting.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     waiting.replace(folder / FILE)
+    named = {name for page in (*told["pages"], *told["evicted"]) for name in _files(page)}
+    for path in folder.iterdir():
+        if path.suffix in (".png", ".safetensors") and len(path.stem) == 64 and path.name not in named:
+            path.unlink()
 
 
 def open_pages(folder: Path, ll: Looseleaf) -> tuple[list[SavedPage], list[SavedPage], dict[str, int | None], Policy]:
@@ -69,7 +76,7 @@ def open_pages(folder: Path, ll: Looseleaf) -> tuple[list[SavedPage], list[Saved
         outside = [_read(folder, ll, one, rows=False) for one in told["evicted"]]
         budgets = {name: told[name] for name in ("budget_tokens", "budget_bytes")}
         return inside, outside, budgets, parse_policy(told["policy"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{folder} does not hold a window that can be read: {error!r}") from error
 
 
@@ -79,63 +86,88 @@ def _identity(ll: Looseleaf) -> list[str]:
 
 
 def _write(folder: Path, ll: Looseleaf, page: SavedPage) -> dict[str, Any]:
-    name, segment = f"page-{page.number}", page.segment
-    told: dict[str, Any] = {"number": page.number, "clean": page.clean, "lacking": page.lacking}
+    segment = page.segment
+    told: dict[str, Any] = {"number": page.number, "clean": page.clean, "lacks": sorted(page.lacks)}
     if isinstance(segment, str):
         told["words"] = segment
     elif isinstance(segment, Document):
         told["document"] = segment.text
     elif isinstance(segment, Image):
-        told["image"] = _picture(folder, ll, segment, name)
+        told["image"] = _picture(folder, ll, segment)
     else:
         frames = [frame if isinstance(frame, Image) else Image(frame) for frame in segment.frames]
-        told["frames"] = [_picture(folder, ll, frame, f"{name}-{at}") for at, frame in enumerate(frames)]
+        told["frames"] = [_picture(folder, ll, frame) for frame in frames]
         told["seconds_per_frame"] = segment.seconds_per_frame
     if page.kept is not None:
         planes = {"keys": page.kept.rows.keys, "values": page.kept.rows.values}
         tensors = {f"{what}.{layer}": one.contiguous().cpu() for what, each in planes.items()
                    for layer, one in enumerate(each)}  # fmt: skip
-        save_file(tensors, folder / f"{name}.safetensors")
         told["kept"] = {
-            "file": f"{name}.safetensors", "content": page.kept.content, "exact": page.kept.exact,
+            "file": _put(folder, save(tensors), ".safetensors"), "content": page.kept.content,
             "antecedent": list(page.kept.antecedent),
         }  # fmt: skip
     return told
 
 
-def _picture(folder: Path, ll: Looseleaf, image: Image, name: str) -> str:
-    read_picture(image, ll.builder.limits).pixels.save(folder / f"{name}.png")
-    return f"{name}.png"
+def _files(told: dict[str, Any]) -> list[str]:
+    """The files a page names."""
+    return [*([told["image"]] if "image" in told else told.get("frames", [])),
+            *([told["kept"]["file"]] if "kept" in told else [])]  # fmt: skip
+
+
+def _picture(folder: Path, ll: Looseleaf, image: Image) -> str:
+    data = io.BytesIO()
+    read_picture(image, ll.builder.limits).pixels.save(data, "PNG")
+    return _put(folder, data.getvalue(), ".png")
+
+
+def _put(folder: Path, data: bytes, suffix: str) -> str:
+    """Write a file named by its SHA-256, unless it is there."""
+    name = hashlib.sha256(data).hexdigest() + suffix
+    path = folder / name
+    if not path.exists():
+        waiting = folder / f"{name}.new"
+        waiting.write_bytes(data)
+        waiting.replace(path)
+    return name
 
 
 def _read(folder: Path, ll: Looseleaf, told: dict[str, Any], *, rows: bool) -> SavedPage:
     segment: Segment
+    if type(told["number"]) is not int or type(told["clean"]) is not bool:
+        raise ValueError(f"a page's number is {told['number']!r}")
     if "words" in told:
         segment = str(told["words"])
     elif "document" in told:
-        segment = Document(told["document"])
+        segment = Document(str(told["document"]))
     elif "image" in told:
-        segment = _opened(folder, told["image"])
+        segment = _opened(folder, ll, told["image"])
     else:
-        segment = Clip([_opened(folder, one) for one in told["frames"]], told["seconds_per_frame"])
+        segment = Clip([_opened(folder, ll, one) for one in told["frames"]], told["seconds_per_frame"])
     kept = _rows(folder, ll, told["kept"]) if rows and told.get("kept") else None
-    return SavedPage(told["number"], segment, kept, told["clean"], told["lacking"])
+    return SavedPage(told["number"], segment, kept, told["clean"], frozenset(told["lacks"]))
 
 
-def _opened(folder: Path, name: str) -> Image:
-    path = folder / Path(name).name  # a list of pages that names files elsewhere reads none of them
-    try:
-        with PIL.Image.open(path) as opened:
-            return Image(opened.convert("RGB"))
-    except (OSError, ValueError) as error:
-        raise MediaError(f"{path} cannot be read: {error}") from error
+def _path(folder: Path, name: str) -> Path:
+    """A file of the folder itself: a list of pages that names others reads none of them."""
+    path = folder / Path(name).name
+    if path.is_symlink():
+        raise MediaError(f"{path} is a link, not a file of the window")
+    return path
+
+
+def _opened(folder: Path, ll: Looseleaf, name: str) -> Image:
+    return Image(read_picture(Image(_path(folder, name)), ll.builder.limits).pixels)
 
 
 def _rows(folder: Path, ll: Looseleaf, told: dict[str, Any]) -> Conditioned | None:
     """Kept rows; None where their file is damaged, which costs computing them again."""
-    adapter, path = ll.adapter, folder / Path(told["file"]).name
+    adapter, path = ll.adapter, _path(folder, told["file"])
     try:
-        tensors = load_file(path, device=str(adapter.device))
+        data = path.read_bytes()
+        if hashlib.sha256(data).hexdigest() != path.stem:
+            raise ValueError("its checksum is another")
+        tensors = load(data)
         layers = range(len(adapter.layout.layers))
         keys, values = ([tensors[f"{what}.{layer}"] for layer in layers] for what in ("keys", "values"))
         rows = KVRows(adapter.layout, keys[0].shape[1], adapter.device)
@@ -148,4 +180,4 @@ def _rows(folder: Path, ll: Looseleaf, told: dict[str, Any]) -> Conditioned | No
         return None
     exact, chunks = told["antecedent"]
     antecedent = Antecedent(exact=exact, chunks=tuple(chunks))
-    return Conditioned(rows=rows, content=told["content"], antecedent=antecedent, exact=told["exact"])
+    return Conditioned(rows=rows, content=told["content"], antecedent=antecedent, exact=False)

@@ -16,16 +16,19 @@ from typing import Any
 
 from looseleaf.checks import check_whole
 from looseleaf.engine.request import Answer
-from looseleaf.errors import LimitError, PromptError
+from looseleaf.errors import LimitError, PolicyError, PromptError
 from looseleaf.link.held import Conditioned, Held
 from looseleaf.link.plan import Plan
-from looseleaf.link.policies import Auto, Policy, parse_policy
-from looseleaf.link.records import Antecedent, antecedents
-from looseleaf.prompt.chunks import Prompt
+from looseleaf.link.policies import Auto, Policy, parse_policy, policy_name
+from looseleaf.link.records import antecedents
+from looseleaf.prompt.chunks import Chunk, Prompt, assemble
+from looseleaf.prompt.media import read_picture
 from looseleaf.prompt.segments import Clip, Document, Image, Segment
 from looseleaf.system import Looseleaf
 from looseleaf.window.saved import SavedPage, open_pages, save_pages
 
+EVICTED = 256
+"""Pages that can be recalled, at most; beyond it those that left first are let go."""
 ORDERS = 5
 """Pages up to which `place` tries every order; beyond it takes the next best one by one."""
 
@@ -41,8 +44,8 @@ class Page:
     """Its rows as they were computed in this window; None until a question needed them, and for words."""
     clean: bool = False
     """Whether it is shown as it was computed alone."""
-    lacking: bool = False
-    """Whether its rows serve although something new stands before it."""
+    lacks: frozenset[str] = frozenset()
+    """Contents that stand before it now and that its rows serve without."""
 
     @property
     def is_chunk(self) -> bool:
@@ -90,10 +93,15 @@ class Window:
 
     def push(self, segment: Segment) -> int:
         """Put an image, clip, document or words behind everything; returns its number. Computes nothing yet."""
-        page = Page(number=next(self._numbers), segment=segment, tokens=self._tokens(segment))
+        page = self._page(next(self._numbers), segment)
         self._pages.append(page)
         self._fit(keep=page.number)
         return page.number
+
+    def drop(self, number: int) -> None:
+        """Let go of an evicted page for good."""
+        if self._evicted.pop(number, None) is None:
+            raise PromptError(f"page {number} is not among the evicted ones ({self._known_evicted()})")
 
     def slide(self, count: int = 1, *, forget: bool | None = None) -> list[int]:
         """Evict the oldest pages, `count` of them not words, and the words before and between them."""
@@ -113,7 +121,9 @@ class Window:
         """
         at = self._at(number)
         page = self._pages.pop(at)
-        self._evicted[number] = replace(page, kept=None, lacking=False)
+        self._evicted[number] = replace(page, kept=None, lacks=frozenset())
+        while len(self._evicted) > EVICTED:
+            del self._evicted[next(iter(self._evicted))]
         calibration = self.ll.calibration
         if forget or (forget is None and calibration is not None and calibration.removal):
             self._pages[at:] = [replace(one, kept=None) for one in self._pages[at:]]
@@ -124,16 +134,21 @@ class Window:
         Returns the pages behind whose rows lack it: they are conditioned anew too, or left as they are.
         """
         if number not in self._evicted:
-            known = ", ".join(map(str, self._evicted)) or "none"
-            raise PromptError(f"page {number} is not among the evicted ones ({known})")
+            raise PromptError(f"page {number} is not among the evicted ones ({self._known_evicted()})")
         at = len(self._pages) if at is None else at
         check_whole("at", at, low=0, high=len(self._pages))
+        served = self._serving()
         self._pages.insert(at, self._evicted.pop(number))
-        behind = [page.number for page in self._pages[at + 1 :] if page.kept is not None]
-        if not cascade:
-            self._pages[at + 1 :] = [replace(page, lacking=True) for page in self._pages[at + 1 :]]
+        without = {page.number for page in self._pages if page.number in served and page.number not in self._serving()}
+        if cascade:
+            self._pages = [replace(page, kept=None) if page.number in without else page for page in self._pages]
+        else:
+            content = self._contents()[number]
+            self._pages = [
+                replace(page, lacks=page.lacks | {content}) if page.number in without else page for page in self._pages
+            ]
         self._fit(keep=number)
-        return [one for one in behind if any(page.number == one for page in self._pages)]
+        return [page.number for page in self._pages if page.number in without]
 
     def reorder(self, numbers: Sequence[int]) -> None:
         """Put all pages in this order."""
@@ -141,13 +156,20 @@ class Window:
             raise PromptError(
                 f"reorder takes every page once ({[page.number for page in self._pages]}), got {list(numbers)}"
             )
+        before = [page.number for page in self._pages]
         by_number = {page.number: page for page in self._pages}
+        if (
+            "order" not in self.ll.tuned(self.policy).drifts
+        ):  # rows that absorbed what stands behind them now are let go
+            for at, number in enumerate(numbers):
+                if set(before[: before.index(number)]) - set(numbers[:at]):
+                    by_number[number] = replace(by_number[number], kept=None)
         self._pages = [by_number[number] for number in numbers]
 
     def replace(self, number: int, segment: Segment) -> None:
         """Put something else in a page's place; pages behind are conditioned anew."""
-        at, tokens = self._at(number), self._tokens(segment)
-        self._pages[at] = Page(number=number, segment=segment, tokens=tokens)
+        at, page = self._at(number), self._page(number, segment)
+        self._pages[at:] = [page, *(replace(one, kept=None) for one in self._pages[at + 1 :])]
         self._fit(keep=number)
 
     def fork(self) -> Window:
@@ -177,43 +199,49 @@ class Window:
 
     def place(self, numbers: Sequence[int] | None = None) -> list[int]:
         """An order of these pages (None: all) in which the most patches that are stored hold."""
-        chosen = [self._pages[self._at(one)] for one in (numbers or [page.number for page in self._pages])]
+        wanted = [page.number for page in self._pages if page.is_chunk] if numbers is None else list(numbers)
+        chosen = [self._pages[self._at(one)] for one in wanted]
+        if not chosen or not all(page.is_chunk for page in chosen):
+            raise PromptError(f"place takes pages that are not words, got {wanted}")
+        built = self.ll.builder.build([*(page.segment for page in chosen), "."])
         if len(chosen) <= ORDERS:
-            best = max(itertools.permutations(chosen), key=self._patches)
-            return [page.number for page in best]
-        order: list[Page] = []
-        while chosen:
-            following = max(chosen, key=lambda page: self._patches((*order, page)))
+            best = max(itertools.permutations(range(len(chosen))), key=lambda order: self._patches(built, order))
+            return [wanted[at] for at in best]
+        order: list[int] = []
+        left = list(range(len(chosen)))
+        while left:
+            following = max(left, key=lambda at: self._patches(built, [*order, at]))
             order.append(following)
-            chosen.remove(following)
-        return [page.number for page in order]
+            left.remove(following)
+        return [wanted[at] for at in order]
 
     def ask(self, question: str, **options: Any) -> Answer:
         """Answer a question about everything in the window. Options as for `Looseleaf.ask`.
 
         Pages without rows are computed where they stand, and their rows kept.
         """
-        prompt, held, places = self._prompt(question)
-        options.setdefault("policy", self.policy)
-        answer = self.ll.ask(prompt, held=held, **options)
-        for place, at in enumerate(places):
-            page, rows = self._pages[at], held.rows.get(place)
-            if rows is not None and rows is not page.kept and not page.clean:
-                self._pages[at] = replace(page, kept=rows, lacking=False)
+        policy = self._policy(options.pop("policy", None))
+        built = self._built(question)
+        held = self._held(built, policy)
+        answer = self.ll.ask(built, held=held, policy=policy, **options)
+        for place, at in enumerate(self._places()):
+            page, rows = self._pages[at], held.rows.get(place) if held is not None else None
+            if rows is not None and rows is not page.kept:
+                self._pages[at] = replace(page, kept=rows, lacks=frozenset())
         self._fit_bytes()
         return answer
 
     def plan(self, question: str, **options: Any) -> Plan:
         """What a question would read and compute now."""
-        prompt, held, _ = self._prompt(question)
-        options.setdefault("policy", self.policy)
-        return self.ll.plan(prompt, held=held, **options)
+        policy = self._policy(options.pop("policy", None))
+        built = self._built(question)
+        return self.ll.plan(built, held=self._held(built, policy), policy=policy, **options)
 
     def save(self, folder: str | Path) -> None:
         """Write pages, evicted ones and kept rows into a folder."""
         save_pages(
             Path(folder), self.ll,
-            [SavedPage(page.number, page.segment, page.kept, page.clean, page.lacking) for page in self._pages],
+            [SavedPage(page.number, page.segment, page.kept, page.clean, page.lacks) for page in self._pages],
             [SavedPage(page.number, page.segment) for page in self._evicted.values()],
             {"budget_tokens": self.budget_tokens, "budget_bytes": self.budget_bytes}, self.policy,
         )  # fmt: skip
@@ -223,15 +251,14 @@ class Window:
         """A saved window; its rows too when the model, dtype and preamble are the ones they were computed by."""
         inside, outside, budgets, policy = open_pages(Path(folder), ll)
         window = cls(ll, policy=policy, **budgets)
-        for one in inside:
+        for one in (*inside, *outside):
             tokens = window._tokens(one.segment)
-            window._pages.append(
-                Page(number=one.number, segment=one.segment, tokens=tokens, kept=one.kept, clean=one.clean,
-                     lacking=one.lacking)
-            )  # fmt: skip
-        for one in outside:
-            page = Page(number=one.number, segment=one.segment, tokens=window._tokens(one.segment))
-            window._evicted[one.number] = page
+            page = Page(number=one.number, segment=one.segment, tokens=tokens, kept=one.kept, clean=one.clean,
+                        lacks=one.lacks)  # fmt: skip
+            if one in inside:
+                window._pages.append(page)
+            else:
+                window._evicted[one.number] = page
         window._numbers = itertools.count(1 + max((one.number for one in (*inside, *outside)), default=0))
         return window
 
@@ -241,17 +268,37 @@ class Window:
                 return at
         raise PromptError(f"there is no page {number} in the window; there are {[page.number for page in self._pages]}")
 
-    def _tokens(self, segment: Segment) -> int:
-        """Of a segment that fits; decodes it, so that what cannot be read fails here and not in a later question."""
-        if isinstance(segment, str):
-            tokens = len(self.ll.adapter.tokenizer(segment, add_special_tokens=False)["input_ids"])
-        elif isinstance(segment, Image | Document | Clip):
-            tokens = sum(map(len, self.ll.builder.build([segment, "."]).chunks))
-        else:
+    def _page(self, number: int, segment: Segment) -> Page:
+        """A page that fits; decoded here, so that it stays what it is and what cannot be read fails now."""
+        limits = self.ll.builder.limits
+        if isinstance(segment, Image):
+            segment = Image(read_picture(segment, limits).pixels)
+        elif isinstance(segment, Clip):
+            frames = [one if isinstance(one, Image) else Image(one) for one in segment.frames]
+            segment = Clip([Image(read_picture(one, limits).pixels) for one in frames], segment.seconds_per_frame)
+        elif not isinstance(segment, str | Document):
             raise PromptError(f"a window takes text, Image, Document or Clip, got {type(segment).__name__}")
+        tokens = self._tokens(segment)
         if self.budget_tokens is not None and tokens > self.budget_tokens:
             raise LimitError(f"this page has {tokens:,} tokens, the window {self.budget_tokens:,}; raise budget_tokens")
-        return tokens
+        return Page(number=number, segment=segment, tokens=tokens)
+
+    def _tokens(self, segment: Segment) -> int:
+        if isinstance(segment, str):
+            return len(self.ll.adapter.tokenizer(segment, add_special_tokens=False)["input_ids"])
+        return sum(map(len, self.ll.builder.build([segment, "."]).chunks))
+
+    def _known_evicted(self) -> str:
+        return ", ".join(map(str, self._evicted)) or "none"
+
+    def _policy(self, given: Policy | str | None) -> Policy:
+        """A question's policy as the calibration sets it."""
+        policy = self.ll.tuned(parse_policy(given) if isinstance(given, str) else given or self.policy)
+        if not policy.relocate or policy.keys_rank is not None:
+            raise PolicyError(f"a window binds rows where they stand now, which {policy_name(policy)} does not")
+        if not policy.reuses_chunks and any(page.clean for page in self._pages):
+            raise PolicyError(f"a clean view reuses images, which {policy_name(policy)} does not")
+        return policy
 
     def _fit(self, *, keep: int) -> None:
         """Evict the oldest pages until the budget holds."""
@@ -265,41 +312,67 @@ class Window:
                 return
             self._pages[at] = replace(page, kept=None)
 
-    def _prompt(self, question: str) -> tuple[list[Segment], Held, list[int]]:
-        """The window as a prompt, the rows that serve there, and which page each of its chunks is."""
+    def _places(self) -> list[int]:
+        """Which page each of the prompt's chunks is."""
+        return [at for at, page in enumerate(self._pages) if page.is_chunk]
+
+    def _built(self, question: str) -> Prompt:
         if not isinstance(question, str) or not question.strip():
             raise PromptError(f"a window is asked a question in words, got {question!r}")
-        prompt: list[Segment] = [*(page.segment for page in self._pages), question]
-        places = [at for at, page in enumerate(self._pages) if page.is_chunk]
-        built = self.ll.builder.build(prompt)
+        return self.ll.builder.build([*(page.segment for page in self._pages), question])
+
+    def _contents(self) -> dict[int, str]:
+        """By a page's number: its content as it stands in the window, for all but words."""
+        spans = self._built(".").chunks
+        return {self._pages[at].number: span.chunk.content for at, span in zip(self._places(), spans, strict=True)
+                if span.chunk is not None}  # fmt: skip
+
+    def _serving(self) -> set[int]:
+        """Pages whose kept rows serve where they stand."""
+        held = self._held(self._built("."), self.ll.tuned(self.policy))
+        return {self._pages[at].number for place, at in enumerate(self._places()) if held and place in held.rows}
+
+    def _held(self, built: Prompt, policy: Policy) -> Held | None:
+        """What a question binds of the window's own rows; None for a policy that reuses nothing."""
+        if not policy.reuses_chunks:
+            return None
         before, held = antecedents(built), Held()
-        for place, (at, span) in enumerate(zip(places, built.chunks, strict=True)):
+        for place, (at, span) in enumerate(zip(self._places(), built.chunks, strict=True)):
             page, kept = self._pages[at], self._pages[at].kept
             assert span.chunk is not None
-            if kept is None or kept.content != span.chunk.content:
+            if kept is None or kept.content != span.chunk.content or kept.rows.tokens != len(span) or page.clean:
                 continue
-            if page.lacking or self._serves(kept.antecedent, before[span.start]):
+            if _serves(kept.antecedent.chunks, before[span.start].chunks, page.lacks, policy.drifts):
                 held.rows[place] = kept
-        held.clean = frozenset(place for place, at in enumerate(places) if self._pages[at].clean)
-        return prompt, held, places
+        held.clean = frozenset(place for place, at in enumerate(self._places()) if self._pages[at].clean)
+        return held
 
-    def _serves(self, made: Antecedent, now: Antecedent) -> bool:
-        """Whether rows computed behind one antecedent may stand behind another: by what the calibration allows."""
-        calibration = self.ll.calibration
-        ordered = calibration is not None and "order" in calibration.close.split("+")
-        if Counter(now.chunks) - Counter(made.chunks):
-            return False  # something new stands in front
-        left = list(made.chunks)
-        for gone in (Counter(made.chunks) - Counter(now.chunks)).elements():
-            left.remove(gone)
-        return ordered or tuple(left) == now.chunks
+    def _patches(self, built: Prompt, order: Sequence[int]) -> int:
+        """How many of a prompt's chunks would have a patch in the store, these of them in this order."""
+        chunks = iter([built.chunks[at].chunk for at in order])
+        pieces: list[tuple[int, ...] | Chunk] = []
+        for span in built.spans:
+            if span.chunk is None:
+                pieces.append(built.ids[span.start : span.stop])
+            elif (chunk := next(chunks, None)) is not None:
+                pieces.append(chunk)
+        known = self.ll.linker.lookup(assemble(pieces, axes=self.ll.adapter.axes), self.ll.tuned(self.policy))
+        return sum(one.patch != "" for one in known.chunks)
 
-    def _patches(self, pages: Sequence[Page]) -> int:
-        """How many of these pages, in this order, have a patch in the store."""
-        policy = self.ll.request(["."], policy=self.policy).policy
-        built: Prompt = self.ll.builder.build([*(page.segment for page in pages), "."])
-        known = self.ll.linker.lookup(built, policy).chunks
-        return sum(one.patch != "" for one in known)
+
+def _serves(made: Sequence[str], now: Sequence[str], lacks: frozenset[str], drifts: Sequence[str]) -> bool:
+    """Whether rows computed behind some contents may stand behind others.
+
+    Nothing new may stand in front but what they are allowed to lack. What does not stand there any more is remembered;
+    the rest must be in the same order, unless another is allowed.
+    """
+    now = [one for one in now if one not in lacks]
+    if Counter(now) - Counter(made):
+        return False
+    left = list(made)
+    for gone in (Counter(made) - Counter(now)).elements():
+        left.remove(gone)
+    return left == now or "order" in drifts
 
 
 def bytes_of(windows: Sequence[Window]) -> int:

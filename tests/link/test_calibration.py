@@ -57,12 +57,12 @@ def test_it_is_found_beside_the_model_in_the_cache_or_where_it_is_told(
     ll = opened("qwen2_5_vl")
     assert ll.calibration is None
     one = made(ll)
-    one.save(cached_at(one.fingerprint, one.dtype))
+    one.save(cached_at(one.fingerprint, one.dtype, one.canonical))
     again = opened("qwen2_5_vl")
     assert again.calibration == one
     assert again.request(["Hello"], policy="auto").policy == one.tune(Auto())
     assert opened("qwen2_5_vl", canonical="none").calibration is None  # measured behind the preamble
-    cached_at(one.fingerprint, one.dtype).unlink()
+    cached_at(one.fingerprint, one.dtype, one.canonical).unlink()
     beside = Path(ll.adapter.model.name_or_path) / file_name(one.dtype)
     try:
         one.save(beside)
@@ -82,7 +82,7 @@ def test_what_is_no_calibration_is_not_gone_by(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     ll = opened("qwen2")
-    path = cached_at(ll.adapter.fingerprint, ll.dtype)
+    path = cached_at(ll.adapter.fingerprint, ll.dtype, ll.builder.canonical.identity)
     path.parent.mkdir(parents=True)
     path.write_text(text)
     with caplog.at_level(logging.WARNING):
@@ -114,6 +114,7 @@ def test_drifts_are_allowed_by_what_they_close_and_harm() -> None:
     drifts |= {"one twice": loss(None), "replaced": loss(0.99)}
     harmed = dict.fromkeys(drifts, 0) | {"one fewer": 3}
     assert _allowed(drifts, harmed) == "words+again"
+    assert _allowed(drifts | {"many words": loss(0.5)}, harmed) == "none"
     assert _allowed({}, {}) == "none"
 
 

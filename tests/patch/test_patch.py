@@ -65,7 +65,7 @@ def test_factors_are_the_best_of_their_rank(shape: tuple[int, int]) -> None:
 
 
 def test_a_deficit_of_few_tokens_is_factored() -> None:
-    """In bf16 most tokens of a shallow layer have no deficit at all; single precision may not converge on such a one."""
+    """In bf16 most tokens of a shallow layer have no deficit: single precision may not converge on such a matrix."""
     for seed in range(20):
         matrix = torch.zeros(65, 192)
         chance = torch.Generator().manual_seed(seed)
