@@ -73,11 +73,7 @@ def run(options: BenchOptions, tell: Callable[[str], None] = lambda stage: None)
         rows += [{"model": name, "what": f"recall, {turned:.0%} replaced", "against": "re-prefill", **row}
                  for turned, arms in back.items() for row in score(arms)]  # fmt: skip
         report.rows += rows
-        report.summary[name] = {
-            f"{row['what']}: {row['arm']}": row["eta"] if "recall" in row["what"] else row["kl"]
-            for row in rows
-            if row["arm"] in ("kept", "stale", "fresh") and row["against"] != "remember"
-        }
+        report.summary[name] = summarise(rows)
     return report
 
 
@@ -209,6 +205,22 @@ def score(arms: Mapping[str, Sequence[Arm]]) -> list[dict[str, Any]]:
         }
         for arm, each in arms.items()
     ]  # fmt: skip
+
+
+def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What survivors lose when they are kept as they are, what a removal patch closes of it, and recall by turnover."""
+    found: dict[str, dict[str, Any]] = {}
+    kept: dict[str, float] = {}
+    for row in rows:
+        kind, _, where = row["what"].partition(", ")
+        if kind == "recall" and row["arm"] in ("fresh", "stale"):
+            found.setdefault(f"recall_{row['arm']}_eta", {})[where] = row["eta"]
+        elif row["arm"] == "kept":
+            found.setdefault(f"survivor_{row['against']}_kl", {})[where] = row["kl"]
+            kept |= {where: row["kl"]} if row["against"] == "forget" else {}
+        elif row["arm"] == "removal" and row["against"] == "forget":
+            found.setdefault("survivor_removal_eta", {})[where] = closed(row["kl"], kept[where])
+    return found
 
 
 def _add(found: dict[str, list[Arm]], more: Mapping[str, Sequence[Arm]]) -> None:

@@ -136,7 +136,7 @@ def test_a_drift_changes_what_it_says_and_keeps_the_last_needed_picture() -> Non
         ("rank", ("knee_rank", "deep_half_eta", "shared_basis_eta", "oracle_half_tokens_eta")),
         ("reorder", ("eta_exact", "eta_orbit", "eta_transfer")),
         ("envelope", ("eta", "update_eta")),
-        ("window", ("survivors, one needed left: kept", "recall, 100% replaced: stale")),
+        ("window", ("survivor_forget_kl", "survivor_remember_kl", "recall_fresh_eta", "recall_stale_eta")),
     ],
 )
 def test_every_key_is_printed(
