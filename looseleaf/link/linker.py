@@ -213,7 +213,12 @@ class Linker:
             for piece in plan.pieces
         )
         (rows,) = plan.rows  # policies with prefixes compute whole spans through all layers
-        slots = merge([*rows.slots, range(tokens, plan.prefix_tokens)])
+        more = [
+            range(max(piece.start, tokens), min(piece.stop, plan.prefix_tokens))
+            for piece in pieces
+            if piece.use == "compute" and piece.start < plan.prefix_tokens
+        ]
+        slots = merge([*rows.slots, *more])
         linked.plan = replace(plan, prefix_tokens=tokens, pieces=pieces, rows=(replace(rows, slots=slots),))
         linked.done_to = tokens
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,8 @@ import pytest
 from PIL import Image as PILImage
 
 from looseleaf import Auto, Image, Looseleaf, PolicyError, Reprefill
+from looseleaf.link.linker import Keep
+from looseleaf.link.plan import plan_link
 from looseleaf.link.policies import DRIFTS, parse_policy, policy_name
 from looseleaf.link.reference import error
 
@@ -70,17 +73,46 @@ def test_what_stands_behind_an_equal_prefix_is_patched_or_computed(ll: Looseleaf
     assert patched(ll, [one, "and", two, "then", three, "what?"], Auto(share=1.0))[-1] == "compute"
 
 
-def test_a_prefix_that_ends_within_a_reused_image_ends_before_it(ll: Looseleaf, images: list[Image]) -> None:
-    policy = Auto(mode="fast", k=0)
-    words = "one two three four five six seven eight nine ten"
-    ll.ask([words, images[0], "what?"], policy="prefix-cache", max_tokens=1)
-    prompt = [words, images[0], "else"]
-    assert ll.linker.lookup(ll.builder.build(prompt), policy).prefix_tokens > 0
-    plan = ll.plan(prompt, policy=policy)
-    image = next(piece for piece in plan.pieces if piece.what == "image")
-    assert plan.prefix_tokens <= image.start or plan.prefix_tokens >= image.stop
-    said = ll.ask(prompt, policy=policy, max_tokens=2)
-    assert said.usage.prompt_tokens == said.usage.exact_tokens + said.usage.fresh_tokens + said.usage.relocated_tokens
+def test_an_image_in_which_a_prefix_ends_is_finished_exactly(ll: Looseleaf) -> None:
+    draw = np.random.default_rng(6)
+    one, two = (Image(PILImage.fromarray(draw.integers(0, 256, (140, 168, 3), np.uint8))) for _ in range(2))
+    prompt = [one, "and", two, "what?"]
+    ll.ask(prompt, policy=Auto(share=1.0), max_tokens=1)
+    ll.settle()
+    built = ll.builder.build([one, "and", two, "else?"])
+    start, stop = built.chunks[1].start, built.chunks[1].stop
+    lookup = replace(ll.linker.lookup(built, Auto(share=1.0)), prefix_tokens=(start + stop) // 2)
+    plan = plan_link(
+        built, lookup, Auto(share=1.0), layers=len(ll.adapter.layout.layers), canonical=ll.builder.canonical
+    )  # fmt: skip
+    assert not plan.approximate
+    assert plan.rows[0].slots == (range((start + stop) // 2, len(built)),)
+    assert plan.count().exact + plan.count().fresh == len(built)
+
+
+def test_a_lost_block_of_a_prefix_costs_computing_it(ll: Looseleaf, images: list[Image]) -> None:
+    policy = Auto(share=1.0, close="words")
+    teach(ll, [*images[:3], "and", images[3], "what?"], policy)
+    prompt = ll.builder.build([*images[:3], "then", images[3], "what?"])
+    plan = ll.linker.plan(prompt, policy)
+    assert plan.prefix_tokens > 0
+    assert plan.pieces[-2].patched == "words"
+    expected = ll.reference.ours(prompt, policy)
+    first = next(ll.linker.keys.blocks(prompt))
+    linked_with = ll.linker.store.get
+    gone = {first}
+    ll.linker.store.get = lambda key: None if key in gone else linked_with(key)  # type: ignore[method-assign]
+    try:
+        fallbacks = ll.linker.counters.fallbacks
+        with ll.engine.lock:
+            linked = ll.linker.link(prompt, plan, capacity=len(prompt), keep=Keep())
+        assert ll.linker.counters.fallbacks == fallbacks + 1
+        assert linked.plan.prefix_tokens == 0
+        assert linked.plan.pieces[-2].patched == "words"
+        linked.release()
+        assert error(ll.reference.ours(prompt, policy), expected) < 1e-4
+    finally:
+        ll.linker.store.get = linked_with  # type: ignore[method-assign]
 
 
 def test_fast_answers_at_once_and_makes_the_patch_later(ll: Looseleaf, images: list[Image]) -> None:

@@ -21,6 +21,7 @@ from looseleaf import (
     Image,
     LimitError,
     Looseleaf,
+    LowRankKeys,
     MediaError,
     PolicyError,
     PromptError,
@@ -365,6 +366,15 @@ def test_questions_by_other_policies_leave_the_window_as_it_is(ll: Looseleaf, im
             window.ask("and?", policy=policy)
     with pytest.raises(PolicyError, match="clean view"):
         window.clean_view(2).ask("and?", policy="prefix-cache")
+
+
+def test_rows_are_not_bound_where_a_policy_would_misplace_them(ll: Looseleaf, images: list[Image]) -> None:
+    """Whoever goes past the window's own check does not get rows that are called exact and are not."""
+    window = filled(ll, images)
+    built = window._built("and?")
+    held = window._held(built, QUIET)
+    for policy in (FullReuse(relocate=False), LowRankKeys(rank=1), Reprefill()):
+        assert not any(piece.kept for piece in ll.linker.plan(built, policy, held).pieces)
 
 
 def test_evicted_pages_can_be_let_go(ll: Looseleaf, images: list[Image], monkeypatch: pytest.MonkeyPatch) -> None:
