@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from looseleaf import Looseleaf
+from looseleaf import Auto, Config, Document, Looseleaf, Patched, Reprefill, Window
 from looseleaf.bench import exact
+from looseleaf.bench.calibrate import calibrate
 from looseleaf.link.policies import Policy, policy_name
+from looseleaf.link.reference import error
 from looseleaf.model.loading import load_adapter
 from looseleaf.model.tiny import FAMILIES, build_tiny
 
@@ -53,3 +55,37 @@ def test_a_model_off_the_gpu_and_on_it_agree(ll: Looseleaf, tmp_path: Path) -> N
     with Looseleaf(load_adapter(build_tiny(ll.adapter.name, tmp_path / ll.adapter.name))) as other:
         answers = [one.ask(prompt, policy="first-k:4", max_tokens=8, ignore_eos=True).token_ids for one in (ll, other)]
     assert answers[0] == answers[1]
+
+
+def test_patched_in_full_is_re_prefill(ll: Looseleaf) -> None:
+    whole, prompt = Patched(share=1.0), exact.make_prompts(ll, 7, 1)[0]
+    ll.ask(prompt, policy=whole, max_tokens=1)
+    ll.settle()
+    built = ll.builder.build(prompt)
+    assert ll.plan(prompt, policy=whole).count().patched > 0
+    assert error(ll.reference.ours(built, whole), ll.reference.ours(built, Reprefill())) < 1e-3
+
+
+def test_a_window_grows_slides_and_is_reopened(ll: Looseleaf, tmp_path: Path) -> None:
+    window = Window(ll, policy=Auto(share=1.0, close="none"))
+    for number in range(4):
+        window.push(Document(f"Page {number} says {number * 7} and a little more than that."))
+    answer = window.ask("what?", max_tokens=3, ignore_eos=True)
+    prompt = [*(page.segment for page in window.pages), "what?"]
+    assert answer.token_ids == ll.ask(prompt, policy=Reprefill(), max_tokens=3, ignore_eos=True).token_ids
+    window.slide()
+    kept = window.ask("and?", max_tokens=1)
+    assert kept.usage.kept_tokens > 0
+    window.save(tmp_path)
+    again = Window.open(ll, tmp_path)
+    assert again.nbytes == window.nbytes
+    assert again.ask("and?", max_tokens=1).token_ids == kept.token_ids
+
+
+def test_audits_and_calibrations_run(tmp_path: Path) -> None:
+    path = build_tiny("qwen2", tmp_path / "qwen2")
+    with Looseleaf(load_adapter(path, device="cuda"), Config(audit=1.0)) as opened:
+        opened.ask(exact.make_prompts(opened, 3, 1)[0], policy="full-reuse", max_tokens=4)
+        opened.settle()
+        assert opened.audited().answers == 1
+        assert calibrate(opened, count=1).ways["patch 100%"].kl < 1e-4
