@@ -233,7 +233,7 @@ def commands() -> dict[str, argparse.ArgumentParser]:
 def test_help_lists_every_command(run: Any) -> None:
     code, out, _ = run("--help")
     assert code == 0
-    assert list(commands()) == ["ask", "bench", "demo", "doctor"]
+    assert list(commands()) == ["ask", "bench", "calibrate", "demo", "doctor"]
     for name in commands():
         assert re.search(rf"^ +{name} +\S", out, re.MULTILINE), f"{name} is listed with what it does"
 

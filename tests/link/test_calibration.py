@@ -15,6 +15,7 @@ from looseleaf.bench import exact
 from looseleaf.bench.calibrate import SHARES, _allowed, _from_layer, _of_share, calibrate, rows_of
 from looseleaf.cli import main
 from looseleaf.link.calibration import Calibration, Loss, cached_at, file_name, read_calibration
+from looseleaf.model.embedded import FOLDER, embedded_models
 
 Open = Callable[..., Looseleaf]
 
@@ -137,3 +138,13 @@ def test_the_command_saves_and_tells(
     assert f"saved: {path}" in out
     assert json.loads(path.read_text())["dtype"] == "float32"
     assert main(["calibrate", "tiny:qwen2", "--count", "0"]) == 2
+
+
+@pytest.mark.parametrize("name", embedded_models())
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_embedded_models_come_with_theirs(name: str, dtype: str) -> None:
+    found = read_calibration(FOLDER / name / file_name(dtype))
+    assert (found.model, found.dtype) == (name, dtype)
+    assert "+" not in found.commit  # measured on a commit, not on somebody's changes
+    assert "words" in found.close
+    assert not found.removal
