@@ -238,7 +238,7 @@ def test_help_lists_every_command(run: Any) -> None:
         assert re.search(rf"^ +{name} +\S", out, re.MULTILINE), f"{name} is listed with what it does"
 
 
-@pytest.mark.parametrize("command", ["ask", "bench", "demo", "doctor"])
+@pytest.mark.parametrize("command", ["ask", "bench", "calibrate", "demo", "doctor"])
 def test_help_of_a_command_lists_every_option(run: Any, command: str) -> None:
     code, out, _ = run(command, "--help")
     assert code == 0
