@@ -104,7 +104,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="looseleaf",
         description="A vision-language model looks at an image once and uses what it computed anywhere.",
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=16),
     )
     parser.add_argument("--version", action="version", version=f"looseleaf {VERSION}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")

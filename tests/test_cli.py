@@ -235,7 +235,7 @@ def test_help_lists_every_command(run: Any) -> None:
     assert code == 0
     assert list(commands()) == ["ask", "bench", "calibrate", "demo", "doctor"]
     for name in commands():
-        assert re.search(rf"^ +{name} +\S", out, re.MULTILINE), f"{name} is listed with what it does"
+        assert re.search(rf"^ +{name}\s+\S", out, re.MULTILINE), f"{name} is listed with what it does"
 
 
 @pytest.mark.parametrize("command", ["ask", "bench", "calibrate", "demo", "doctor"])
