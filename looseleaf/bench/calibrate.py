@@ -14,20 +14,20 @@ from typing import Any
 
 from looseleaf.bench.cases import (
     CONTROL,
-    TOGETHER,
     Arm,
     Case,
     Item,
     Try,
-    batches,
+    aloud,
     closed,
-    items,
+    gather,
     make_cases,
     mean_kl,
+    rounds,
     tasks,
     try_all,
 )  # fmt: skip
-from looseleaf.bench.envelope import try_drifts
+from looseleaf.bench.envelope import ask_drifted
 from looseleaf.bench.report import commit
 from looseleaf.bench.reuse import MOVED, PIECE
 from looseleaf.kv.records import Patch
@@ -104,11 +104,9 @@ def _arms(
     found: dict[str, list[Arm]] = {}
     for task in asked:
         for hops in (1, 2):
-            for number, some in enumerate(batches(items(bounds, task, hops, count, seed))):
-                tell(f"{task}, {hops} hop{'s' * (hops > 1)}, question {number * TOGETHER + 1} of {count}")
+            for _, some in rounds(bounds, task, hops, count, seed, tell):
                 for arms in _ask(ll, some):
-                    for name, one in arms.items():
-                        found.setdefault(name, []).append(one)
+                    gather(found, arms)
     return found
 
 
@@ -167,12 +165,8 @@ def _drifts(
     """By drift: what patches of the other prompt lose, how many answers they spoil, and what whole rows would lose."""
     found: dict[str, dict[str, list[Arm]]] = {}
     for task in asked:
-        for number, some in enumerate(batches(items(bounds, task, 2, count, seed))):
-            tell(f"drifts: {task}, question {number * TOGETHER + 1} of {count}")
-            others = list(items(bounds, task, 2, len(some), seed + 1000 + number))
-            for drift, arms in try_drifts(ll, some, others, seed, form=form).items():
-                for arm, each in arms.items():
-                    found.setdefault(drift, {}).setdefault(arm, []).extend(each)
+        for drift, arms in ask_drifted(ll, bounds, task, count, seed, aloud("drifts", tell), form=form):
+            gather(found.setdefault(drift, {}), arms)
     losses = {drift: loss(arms["drifted"], arms["blind"]) for drift, arms in found.items()}
     harmed = {
         drift: sum(

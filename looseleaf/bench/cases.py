@@ -7,7 +7,7 @@ repeats that answer exactly when its token is the likeliest at every place. Many
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TypeVar
@@ -123,6 +123,26 @@ def batches(things: Iterator[T], size: int = TOGETHER) -> Iterator[list[T]]:
     """A few at a time."""
     while some := list(islice(things, size)):
         yield some
+
+
+def rounds(
+    bounds: Bounds, task: str, hops: int, count: int, seed: int, tell: Callable[[str], None]
+) -> Iterator[tuple[int, list[Item]]]:
+    """Questions of a task a few at a time, numbered from 0, with a word on how far it is."""
+    for number, some in enumerate(batches(items(bounds, task, hops, count, seed))):
+        tell(f"{task}, {'single' if hops == 1 else 'multi'}-hop, question {number * TOGETHER + 1} of {count}")
+        yield number, some
+
+
+def aloud(name: str, tell: Callable[[str], None]) -> Callable[[str], None]:
+    """Tells which model it is about."""
+    return lambda text: tell(f"{name}: {text}")
+
+
+def gather(found: dict[str, list[Arm]], arms: Mapping[str, Arm | Sequence[Arm]]) -> None:
+    """Add what came of some cases to what came of others, by arm."""
+    for arm, each in arms.items():
+        found.setdefault(arm, []).extend([each] if isinstance(each, Arm) else each)
 
 
 def make_cases(ll: Looseleaf, asked: Sequence[Item], *, layers: Sequence[int] = ()) -> list[Case]:

@@ -8,7 +8,7 @@ is worse than none: whoever finds such a one must not use it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -19,17 +19,18 @@ from matplotlib.figure import Figure
 from looseleaf.bench.cases import (
     CONTROL,
     GAPS,
-    TOGETHER,
     Arm,
     Case,
     Item,
     Try,
-    batches,
+    aloud,
     bounds_of,
     closed,
+    gather,
     items,
     make_cases,
     mean_kl,
+    rounds,
     tasks,
     try_all,
 )  # fmt: skip
@@ -40,6 +41,7 @@ from looseleaf.link.policies import PatchForm
 from looseleaf.patch.form import patch_of
 from looseleaf.prompt.segments import Segment
 from looseleaf.system import Looseleaf
+from looseleaf.workloads.bounds import Bounds
 
 FORM, WHOLE = PatchForm(share=0.25, from_layer=0), PatchForm(share=1.0, from_layer=0)
 COUNT, QUICK_COUNT = 100, 1
@@ -56,12 +58,8 @@ def run(options: BenchOptions, tell: Callable[[str], None] = lambda stage: None)
         for task in tasks(bounds_of(ll)):
             if task == CONTROL or task == "stream":  # a stream's frames are too many to exchange one by one
                 continue
-            for number, some in enumerate(batches(items(bounds_of(ll), task, 2, count, options.seed))):
-                tell(f"{name}: {task}, question {number * TOGETHER + 1} of {count}")
-                others = list(items(bounds_of(ll), task, 2, len(some), options.seed + 1000 + number))
-                for drift, arms in try_drifts(ll, some, others, options.seed, form=FORM).items():
-                    for arm, each in arms.items():
-                        found.setdefault(drift, {}).setdefault(arm, []).extend(each)
+            for drift, arms in ask_drifted(ll, bounds_of(ll), task, count, options.seed, aloud(name, tell), form=FORM):
+                gather(found.setdefault(drift, {}), arms)
         rows = [{"model": name, "drift": drift, **score(arms)} for drift, arms in found.items()]
         report.rows += rows
         report.summary[name] = {
@@ -69,6 +67,15 @@ def run(options: BenchOptions, tell: Callable[[str], None] = lambda stage: None)
             "update_eta": {row["drift"]: row["eta_exact"] for row in rows},
         }
     return report
+
+
+def ask_drifted(
+    ll: Looseleaf, bounds: Bounds, task: str, count: int, seed: int, tell: Callable[[str], None], *, form: PatchForm
+) -> Iterator[tuple[str, dict[str, list[Arm]]]]:
+    """A task's questions under every drift, a few at a time."""
+    for number, some in rounds(bounds, task, 2, count, seed, tell):
+        others = list(items(bounds, task, 2, len(some), seed + 1000 + number))
+        yield from try_drifts(ll, some, others, seed, form=form).items()
 
 
 def try_drifts(
@@ -101,8 +108,7 @@ def try_drifts(
             for case, (patches, whole) in zip(cases, known, strict=True)
         ]
         for arms in try_all(ll, cases, tries):
-            for arm, one in arms.items():
-                found.setdefault(drift, {}).setdefault(arm, []).append(one)
+            gather(found.setdefault(drift, {}), arms)
     return found
 
 

@@ -18,16 +18,17 @@ from matplotlib.figure import Figure
 
 from looseleaf.bench.cases import (
     CONTROL,
-    TOGETHER,
     Arm,
     Case,
     Try,
+    aloud,
     batches,
     bounds_of,
     closed,
     items,
     make_cases,
     mean_kl,
+    rounds,
     tasks,
     try_all,
 )  # fmt: skip
@@ -79,8 +80,7 @@ def measure(
     found: dict[tuple[str, float], list[Arm]] = {}
     ranks: dict[float, list[int]] = {share: [] for share in SHARES}
     for task in asked:
-        for number, some in enumerate(batches(items(bounds_of(ll), task, 2, count, seed))):
-            tell(f"{name}: {task}, question {number * TOGETHER + 1} of {count}")
+        for _, some in rounds(bounds_of(ll), task, 2, count, seed, aloud(name, tell)):
             cases = make_cases(ll, some)
             tries = [ways(ll, case, basis) for case in cases]
             named = [{f"{arm} {share}": one for (arm, share), one in each.items()} for each in tries]

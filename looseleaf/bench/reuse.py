@@ -22,17 +22,18 @@ from matplotlib.figure import Figure
 from looseleaf.bench import deficit
 from looseleaf.bench.cases import (
     CONTROL,
-    TOGETHER,
     Arm,
     Case,
     Item,
     Try,
-    batches,
+    aloud,
     bounds_of,
     closed,
+    gather,
     items,
     make_cases,
     mean_kl,
+    rounds,
     tasks,
     try_all,
 )  # fmt: skip
@@ -97,12 +98,9 @@ def ask_model(ll: Looseleaf, name: str, count: int, seed: int, tell: Callable[[s
     for task in tasks(bounds_of(ll)):
         for hops in (1, 2):
             arms: dict[str, list[Arm]] = {}
-            for number, some in enumerate(batches(items(bounds_of(ll), task, hops, count, seed))):
-                done = number * TOGETHER
-                tell(f"{name}: {task}, {'single' if hops == 1 else 'multi'}-hop, question {done + 1} of {count}")
+            for _, some in rounds(bounds_of(ll), task, hops, count, seed, aloud(name, tell)):
                 for found in ask(ll, some):
-                    for arm, one in found.items():
-                        arms.setdefault(arm, []).append(one)
+                    gather(arms, found)
             where = {"model": name, "task": task, "hops": hops}
             rows += [{**where, "policy": arm, **one} for arm, one in score(arms).items()]
     return rows

@@ -21,17 +21,18 @@ from torch import Tensor
 
 from looseleaf.bench.cases import (
     CONTROL,
-    TOGETHER,
     Arm,
     Case,
     Item,
     Try,
-    batches,
+    aloud,
     bounds_of,
     closed,
+    gather,
     items,
     make_cases,
     mean_kl,
+    rounds,
     tasks,
     try_all,
 )  # fmt: skip
@@ -60,14 +61,13 @@ def run(options: BenchOptions, tell: Callable[[str], None] = lambda stage: None)
         for task in tasks(bounds_of(ll)):
             if task in (CONTROL, "stream"):
                 continue
-            for number, some in enumerate(batches(items(bounds_of(ll), task, 2, count, options.seed))):
-                tell(f"{name}: {task}, question {number * TOGETHER + 1} of {count}")
+            for number, some in rounds(bounds_of(ll), task, 2, count, options.seed, aloud(name, tell)):
                 plain = [replace(item, prompt=[*item.chunks, item.question.text]) for item in some]
                 others = list(items(bounds_of(ll), task, 2, len(some), options.seed + 1000 + number))
                 for key, arms in try_survivors(ll, plain, options.seed).items():
-                    _add(left.setdefault(key, {}), arms)
+                    gather(left.setdefault(key, {}), arms)
                 for turned, found in try_recall(ll, plain, others, options.seed).items():
-                    _add(back.setdefault(turned, {}), found)
+                    gather(back.setdefault(turned, {}), found)
         rows = [{"model": name, "what": f"survivors, one {gone} left", "against": against, **row}
                 for (gone, against), arms in left.items() for row in score(arms)]  # fmt: skip
         rows += [{"model": name, "what": f"recall, {turned:.0%} replaced", "against": "re-prefill", **row}
@@ -95,7 +95,7 @@ def try_survivors(ll: Looseleaf, some: Sequence[Item], seed: int) -> dict[tuple[
                 for ways, after in zip(tries, forget, strict=True)
             ]
             for arms in try_all(ll, cases, prompts):
-                _add(found.setdefault((gone, against), {}), {arm: [one] for arm, one in arms.items()})
+                gather(found.setdefault((gone, against), {}), arms)
     return found
 
 
@@ -179,7 +179,7 @@ def try_recall(
                 "fresh": Try(patches={**rest, **fresh}),
             })  # fmt: skip
         for arms in try_all(ll, cases, tries):
-            _add(found.setdefault(turned, {}), {arm: [one] for arm, one in arms.items()})
+            gather(found.setdefault(turned, {}), arms)
     return found
 
 
@@ -221,11 +221,6 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         elif row["arm"] == "removal" and row["against"] == "forget":
             found.setdefault("survivor_removal_eta", {})[where] = closed(row["kl"], kept[where])
     return found
-
-
-def _add(found: dict[str, list[Arm]], more: Mapping[str, Sequence[Arm]]) -> None:
-    for arm, each in more.items():
-        found.setdefault(arm, []).extend(each)
 
 
 def plot(report: Report, path: Path) -> None:

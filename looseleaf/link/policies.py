@@ -234,12 +234,6 @@ class Patched(Policy):
         """The first two, if any."""
         return DRIFTS[:2] if self.close else ()
 
-    def stages(self, tokens: int, layers: int) -> tuple[Stage, ...]:
-        """Nothing is computed."""
-        if self.from_layer >= layers:
-            raise PolicyError(f"patched: from_layer must be below the model's {layers} layers, got {self.from_layer}")
-        return ()
-
 
 MODES = ("exact", "balanced", "fast")
 
@@ -300,8 +294,6 @@ class Auto(Policy):
 
     def stages(self, tokens: int, layers: int) -> tuple[Stage, ...]:
         """Of a chunk without a patch: the first k."""
-        if (self.from_layer or 0) >= layers:
-            raise PolicyError(f"auto: from_layer must be below the model's {layers} layers, got {self.from_layer}")
         return (Stage(layer=0, rows=range(min(self.k, tokens))),)
 
 

@@ -14,7 +14,7 @@ import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load, save
@@ -27,24 +27,15 @@ from looseleaf.link.records import Antecedent
 from looseleaf.prompt.media import read_picture
 from looseleaf.prompt.segments import Clip, Document, Image, Segment
 from looseleaf.system import Looseleaf
+from looseleaf.window.page import Page
 
 log = logging.getLogger(__name__)
 
 FILE, VERSION = "window.json", 1
 
 
-class SavedPage(NamedTuple):
-    """A page as it is written and read."""
-
-    number: int
-    segment: Segment
-    kept: Conditioned | None = None
-    clean: bool = False
-    lacks: frozenset[str] = frozenset()
-
-
 def save_pages(
-    folder: Path, ll: Looseleaf, inside: Sequence[SavedPage], outside: Sequence[SavedPage],
+    folder: Path, ll: Looseleaf, inside: Sequence[Page], outside: Sequence[Page],
     budgets: dict[str, int | None], policy: Policy,
 ) -> None:  # fmt: skip
     """Write a window, its list of pages last, then let go of files of an earlier one."""
@@ -63,8 +54,8 @@ def save_pages(
             path.unlink()
 
 
-def open_pages(folder: Path, ll: Looseleaf) -> tuple[list[SavedPage], list[SavedPage], dict[str, int | None], Policy]:
-    """Read a window."""
+def open_pages(folder: Path, ll: Looseleaf) -> tuple[list[Page], list[Page], dict[str, int | None], Policy]:
+    """Read a window; its pages' tokens are for the model to count."""
     try:
         told: dict[str, Any] = json.loads((folder / FILE).read_text(encoding="utf-8"))
         if told["version"] != VERSION:
@@ -85,7 +76,7 @@ def _identity(ll: Looseleaf) -> list[str]:
     return [ll.adapter.fingerprint, layout, ll.builder.canonical.identity]
 
 
-def _write(folder: Path, ll: Looseleaf, page: SavedPage) -> dict[str, Any]:
+def _write(folder: Path, ll: Looseleaf, page: Page) -> dict[str, Any]:
     segment = page.segment
     told: dict[str, Any] = {"number": page.number, "clean": page.clean, "lacks": sorted(page.lacks)}
     if isinstance(segment, str):
@@ -132,7 +123,7 @@ def _put(folder: Path, data: bytes, suffix: str) -> str:
     return name
 
 
-def _read(folder: Path, ll: Looseleaf, told: dict[str, Any], *, rows: bool) -> SavedPage:
+def _read(folder: Path, ll: Looseleaf, told: dict[str, Any], *, rows: bool) -> Page:
     segment: Segment
     if type(told["number"]) is not int or type(told["clean"]) is not bool:
         raise ValueError(f"a page's number is {told['number']!r}")
@@ -145,7 +136,10 @@ def _read(folder: Path, ll: Looseleaf, told: dict[str, Any], *, rows: bool) -> S
     else:
         segment = Clip([_opened(folder, ll, one) for one in told["frames"]], told["seconds_per_frame"])
     kept = _rows(folder, ll, told["kept"]) if rows and told.get("kept") else None
-    return SavedPage(told["number"], segment, kept, told["clean"], frozenset(told["lacks"]))
+    return Page(
+        number=told["number"], segment=segment, tokens=0, kept=kept, clean=told["clean"],
+        lacks=frozenset(told["lacks"]),
+    )  # fmt: skip
 
 
 def _path(folder: Path, name: str) -> Path:

@@ -10,14 +10,14 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from looseleaf.checks import check_whole
 from looseleaf.engine.request import Answer
 from looseleaf.errors import LimitError, PolicyError, PromptError
-from looseleaf.link.held import Conditioned, Held
+from looseleaf.link.held import Held
 from looseleaf.link.plan import Plan
 from looseleaf.link.policies import Auto, Policy, parse_policy, policy_name
 from looseleaf.link.records import antecedents
@@ -25,32 +25,13 @@ from looseleaf.prompt.chunks import Chunk, Prompt, assemble
 from looseleaf.prompt.media import read_picture
 from looseleaf.prompt.segments import Clip, Document, Image, Segment
 from looseleaf.system import Looseleaf
-from looseleaf.window.saved import SavedPage, open_pages, save_pages
+from looseleaf.window.page import Page
+from looseleaf.window.saved import open_pages, save_pages
 
 EVICTED = 256
 """Pages that can be recalled, at most; beyond it those that left first are let go."""
 ORDERS = 5
 """Pages up to which `place` tries every order; beyond it takes the next best one by one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Page:
-    """Something in a window, or evicted from it: frozen, so that branches can share it."""
-
-    number: int
-    segment: Segment
-    tokens: int
-    kept: Conditioned | None = None
-    """Its rows as they were computed in this window; None until a question needed them, and for words."""
-    clean: bool = False
-    """Whether it is shown as it was computed alone."""
-    lacks: frozenset[str] = frozenset()
-    """Contents that stand before it now and that its rows serve without."""
-
-    @property
-    def is_chunk(self) -> bool:
-        """Whether it has rows of its own: all but words."""
-        return not isinstance(self.segment, str)
 
 
 class Window:
@@ -69,7 +50,8 @@ class Window:
         self.policy = parse_policy(policy) if isinstance(policy, str) else policy or Auto()
         self._pages: list[Page] = []
         self._evicted: dict[int, Page] = {}
-        self._numbers = itertools.count(1)
+        self._last = 0
+        """The number of the page that came last."""
 
     @property
     def pages(self) -> tuple[Page, ...]:
@@ -93,7 +75,8 @@ class Window:
 
     def push(self, segment: Segment) -> int:
         """Put an image, clip, document or words behind everything; returns its number. Computes nothing yet."""
-        page = self._page(next(self._numbers), segment)
+        page = self._page(self._last + 1, segment)
+        self._last = page.number
         self._pages.append(page)
         self._fit(keep=page.number)
         return page.number
@@ -139,14 +122,12 @@ class Window:
         check_whole("at", at, low=0, high=len(self._pages))
         served = self._serving()
         self._pages.insert(at, self._evicted.pop(number))
-        without = {page.number for page in self._pages if page.number in served and page.number not in self._serving()}
-        if cascade:
-            self._pages = [replace(page, kept=None) if page.number in without else page for page in self._pages]
-        else:
-            content = self._contents()[number]
-            self._pages = [
-                replace(page, lacks=page.lacks | {content}) if page.number in without else page for page in self._pages
-            ]
+        without = served - self._serving()
+        content = self._contents().get(number, "")
+        for place, page in enumerate(self._pages):
+            if page.number in without:
+                left = replace(page, lacks=page.lacks | {content})
+                self._pages[place] = replace(page, kept=None) if cascade else left
         self._fit(keep=number)
         return [page.number for page in self._pages if page.number in without]
 
@@ -158,12 +139,11 @@ class Window:
             )
         before = [page.number for page in self._pages]
         by_number = {page.number: page for page in self._pages}
-        if (
-            "order" not in self.ll.tuned(self.policy).drifts
-        ):  # rows that absorbed what stands behind them now are let go
-            for at, number in enumerate(numbers):
-                if set(before[: before.index(number)]) - set(numbers[:at]):
-                    by_number[number] = replace(by_number[number], kept=None)
+        strict = "order" not in self.ll.tuned(self.policy).drifts
+        for at, number in enumerate(numbers):
+            if strict and set(before[: before.index(number)]) - set(numbers[:at]):
+                # its rows absorbed what stands behind it now
+                by_number[number] = replace(by_number[number], kept=None)
         self._pages = [by_number[number] for number in numbers]
 
     def replace(self, number: int, segment: Segment) -> None:
@@ -177,9 +157,7 @@ class Window:
         other = Window(
             self.ll, budget_tokens=self.budget_tokens, budget_bytes=self.budget_bytes, policy=self.policy
         )  # fmt: skip
-        other._pages, other._evicted = list(self._pages), dict(self._evicted)
-        following = max((page.number for page in (*self._pages, *self._evicted.values())), default=0) + 1
-        other._numbers = itertools.count(following)
+        other._pages, other._evicted, other._last = list(self._pages), dict(self._evicted), self._last
         return other
 
     def clean_view(self, *numbers: int) -> Window:
@@ -194,8 +172,8 @@ class Window:
 
     def disposable(self, number: int, question: str, **options: Any) -> bool:
         """Whether a question gets the same answer without what the pages before this one added to it."""
-        told, without = (one.ask(question, **options) for one in (self, self.clean_view(number)))
-        return told.token_ids == without.token_ids
+        told = self.ask(question, **options)  # first: the view shares what this computes
+        return told.token_ids == self.clean_view(number).ask(question, **options).token_ids
 
     def place(self, numbers: Sequence[int] | None = None) -> list[int]:
         """An order of these pages (None: all) in which the most patches that are stored hold."""
@@ -240,9 +218,7 @@ class Window:
     def save(self, folder: str | Path) -> None:
         """Write pages, evicted ones and kept rows into a folder."""
         save_pages(
-            Path(folder), self.ll,
-            [SavedPage(page.number, page.segment, page.kept, page.clean, page.lacks) for page in self._pages],
-            [SavedPage(page.number, page.segment) for page in self._evicted.values()],
+            Path(folder), self.ll, self.pages, self.evicted,
             {"budget_tokens": self.budget_tokens, "budget_bytes": self.budget_bytes}, self.policy,
         )  # fmt: skip
 
@@ -251,15 +227,9 @@ class Window:
         """A saved window; its rows too when the model, dtype and preamble are the ones they were computed by."""
         inside, outside, budgets, policy = open_pages(Path(folder), ll)
         window = cls(ll, policy=policy, **budgets)
-        for one in (*inside, *outside):
-            tokens = window._tokens(one.segment)
-            page = Page(number=one.number, segment=one.segment, tokens=tokens, kept=one.kept, clean=one.clean,
-                        lacks=one.lacks)  # fmt: skip
-            if one in inside:
-                window._pages.append(page)
-            else:
-                window._evicted[one.number] = page
-        window._numbers = itertools.count(1 + max((one.number for one in (*inside, *outside)), default=0))
+        window._pages = [replace(page, tokens=window._tokens(page.segment)) for page in inside]
+        window._evicted = {page.number: replace(page, tokens=window._tokens(page.segment)) for page in outside}
+        window._last = max((page.number for page in (*inside, *outside)), default=0)
         return window
 
     def _at(self, number: int) -> int:
@@ -302,7 +272,7 @@ class Window:
 
     def _fit(self, *, keep: int) -> None:
         """Evict the oldest pages until the budget holds."""
-        while self.budget_tokens is not None and self.tokens > self.budget_tokens:
+        while self.budget_tokens is not None and self.tokens > self.budget_tokens and len(self._pages) > 1:
             self.evict(next(page.number for page in self._pages if page.number != keep))
 
     def _fit_bytes(self) -> None:

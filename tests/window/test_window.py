@@ -161,6 +161,19 @@ def test_a_page_may_lack_what_was_recalled_and_nothing_else(ll: Looseleaf, image
     assert uses(window)[1:] == ["compute", "compute"]
 
 
+def test_words_leave_and_return_as_pages_do(ll: Looseleaf, images: list[Image]) -> None:
+    window = Window(ll, policy=QUIET)
+    words = window.push("Look:")
+    window.push(images[0])
+    window.ask("what?", max_tokens=1)
+    for cascade in (True, False):
+        window.evict(words)
+        assert window.recall(words, at=0, cascade=cascade) == []
+    assert [page.number for page in window.pages] == [words, 2]
+    assert window.push(images[1]) == 3
+    assert window.fork().push(images[2]) == 4
+
+
 def test_what_stands_behind_a_replaced_page_is_computed_again(ll: Looseleaf, images: list[Image]) -> None:
     window = filled(ll, images)
     window.replace(2, images[4])
