@@ -100,7 +100,8 @@ class Harvest:
     def __init__(self, linker: Linker, *, most_bytes: int = MOST_BYTES):
         self._linker = linker
         self._most_bytes = most_bytes
-        self._waiting: deque[_Conditioned | _Unseen] = deque()
+        self._waiting: deque[tuple[_Conditioned | _Unseen, int]] = deque()
+        """With the bytes each was counted at."""
         self._keys: set[Key] = set()
         self._held_bytes = 0
         self.counters = HarvestCounters()
@@ -206,20 +207,21 @@ class Harvest:
             self.counters.page_bytes += alone.nbytes
 
     def _add(self, one: _Conditioned | _Unseen) -> None:
-        if one.nbytes > self._most_bytes:
+        size = one.nbytes  # now: it grows when a chunk's inputs are made while it waits
+        if size > self._most_bytes:
             self.counters.dropped += 1
             return
-        self._waiting.append(one)
+        self._waiting.append((one, size))
         self._keys.update(one.keys)
-        self._held_bytes += one.nbytes
+        self._held_bytes += size
         while self._held_bytes > self._most_bytes:
             self._pop()
             self.counters.dropped += 1
 
     def _pop(self) -> _Conditioned | _Unseen:
-        one = self._waiting.popleft()
+        one, size = self._waiting.popleft()
         self._keys.difference_update(one.keys)
-        self._held_bytes -= one.nbytes
+        self._held_bytes -= size
         return one
 
     def _give_up(self) -> None:

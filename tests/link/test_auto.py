@@ -141,6 +141,21 @@ def test_the_same_hurried_prompt_waits_once(ll: Looseleaf, images: list[Image]) 
     assert ll.engine.harvest.counters.prompts == 1
 
 
+def test_what_waits_is_counted_off_as_it_was_counted_on(ll: Looseleaf, images: list[Image]) -> None:
+    harvest = ll.engine.harvest
+    ll.warm(images[:3])
+    with ll.engine.lock:
+        reply = ll.submit(["See", *images[:3], "what?"], policy=Auto(mode="fast", k=2), max_tokens=1)
+        while not reply.job.done.is_set():
+            ll.step()
+        assert harvest.waiting
+        for span in reply.job.request.prompt.chunks:
+            assert span.chunk is not None
+            assert dict(span.chunk.inputs)  # pixels that were not there when it was counted
+    ll.settle()
+    assert (harvest.waiting, harvest._held_bytes) == (0, 0)
+
+
 def test_exact_is_exact_and_leaves_patches_behind(ll: Looseleaf, images: list[Image]) -> None:
     prompt = ["See", *images[:2], "what?"]
     teach(ll, prompt, Auto(share=1.0))
