@@ -198,6 +198,10 @@ def _add_bench(commands: Any) -> None:
         "--dtype", help="reuse, rank, reorder, envelope, window: float32, bfloat16 or float16 (default: float32)"
     )
     bench.add_argument(
+        "--workers", type=int,
+        help="reuse, rank, reorder, envelope, window: processes that share the questions, each with the model open (1)",
+    )  # fmt: skip
+    bench.add_argument(
         "--analyse", type=Path, metavar="FILE", help="reuse: also measure the shape of what reuse loses; drawn here"
     )
     bench.add_argument("--plot", type=Path, help="save a plot here")
@@ -293,7 +297,7 @@ def _file(option: str, name: str) -> Segment:
 
 
 def _bench(options: argparse.Namespace) -> None:
-    takers = {"count": COUNTING, "dtype": COUNTING, "analyse": ("reuse",)}
+    takers = {"count": COUNTING, "dtype": COUNTING, "workers": COUNTING, "analyse": ("reuse",)}
     for name, benches in takers.items():
         if getattr(options, name) is not None and options.name not in benches:
             raise ConfigError(f"bench {options.name} takes no --{name}; bench {' and '.join(benches)} do")
@@ -303,6 +307,7 @@ def _bench(options: argparse.Namespace) -> None:
     given = BenchOptions(
         models=tuple(options.models), device=options.device, seed=options.seed, quick=options.quick,
         plot=options.plot, count=options.count, analyse=options.analyse, dtype=options.dtype,
+        workers=1 if options.workers is None else options.workers,
     )  # fmt: skip
     with Doing(Console(stderr=True)) as doing:
         report = bench.run(given, doing)

@@ -15,19 +15,20 @@ from typing import Any
 from looseleaf.bench.cases import (
     CONTROL,
     Arm,
+    Asking,
     Case,
     Item,
+    Outcome,
     Try,
-    aloud,
+    by_cell,
     closed,
-    gather,
     make_cases,
     mean_kl,
     rounds,
     tasks,
     try_all,
 )  # fmt: skip
-from looseleaf.bench.envelope import ask_drifted
+from looseleaf.bench.envelope import ask_drifted, asked
 from looseleaf.bench.report import commit
 from looseleaf.bench.reuse import MOVED, PIECE
 from looseleaf.kv.records import Patch
@@ -64,17 +65,16 @@ def calibrate(
 ) -> Calibration:
     """Measure a model that is open."""
     bounds = HELD_OUT.get(ll.adapter.model.config.model_type, HELD_OUT["qwen2_5_vl"])
-    asked, drifting = tasks(bounds), [task for task in tasks(bounds) if task not in (CONTROL, "stream")]
+    every, drifting = tasks(bounds), asked(bounds)
     if not ll.adapter.sees_images:
-        bounds, asked, drifting = replace(bounds, counts=(2,)), [CONTROL], [CONTROL]  # two pages of words
-    arms = _arms(ll, bounds, asked, count, seed, tell)
+        bounds, every, drifting = replace(bounds, counts=(2,)), [CONTROL], [CONTROL]  # two pages of words
+    asking = Asking(count=count, seed=seed, tell=tell)
+    arms = _arms(ll, bounds, every, asking)
     ways = {name: loss(arms[name], arms[BLIND]) for name in arms if name not in (BLIND, NOISE)}
     share = next((one for one in SHARES if _enough(ways[_of_share(one)])), SHARES[-1])
     layers = len(ll.adapter.layout.layers)
     from_layer = _from_layer(ways, share, layers)
-    drifts, harmed, survivors = _drifts(
-        ll, bounds, drifting, count, seed, PatchForm(share=share, from_layer=from_layer), tell,
-    )  # fmt: skip
+    drifts, harmed, survivors = _drifts(ll, bounds, drifting, asking, PatchForm(share=share, from_layer=from_layer))
     return Calibration(
         model=ll.adapter.name, fingerprint=ll.adapter.fingerprint, dtype=ll.dtype,
         canonical=ll.builder.canonical.identity, seed=seed, commit=commit(), noise_kl=mean_kl(arms[NOISE]),
@@ -97,16 +97,15 @@ def _changed(one: Arm) -> bool:
     return one.changed and one.kl > TIE
 
 
-def _arms(
-    ll: Looseleaf, bounds: Bounds, asked: Sequence[str], count: int, seed: int, tell: Callable[[str], None]
-) -> dict[str, list[Arm]]:
+def _arms(ll: Looseleaf, bounds: Bounds, asked: Sequence[str], asking: Asking) -> dict[str, list[Arm]]:
     """Every way over all questions."""
-    found: dict[str, list[Arm]] = {}
-    for task in asked:
-        for hops in (1, 2):
-            for _, some in rounds(bounds, task, hops, count, seed, tell):
-                for arms in _ask(ll, some):
-                    gather(found, arms)
+    (found,) = by_cell(
+        Outcome(cell=None, arms=arms)
+        for task in asked
+        for hops in (1, 2)
+        for _, some in rounds(bounds, task, hops, asking)
+        for arms in _ask(ll, some)
+    ).values()
     return found
 
 
@@ -115,7 +114,7 @@ def _ask(ll: Looseleaf, some: Sequence[Item]) -> list[dict[str, Arm]]:
     tries = []
     for case in cases:
         ways: dict[str, Try] = {BLIND: Try(policy=FullReuse()), "first-k:32": Try(policy=FirstK(k=32))}
-        whole = {at: patch_of(one, case.alone[at], share=1.0) for at, one in case.deficits().items()}
+        whole = {at: patch_of(one, case.alone[at], share=1.0) for at, one in case.deficits.items()}
         for share in SHARES:
             ways[_of_share(share)] = Try(patches=_cut(whole, share, 0))
             for depth in DEPTHS:
@@ -159,14 +158,11 @@ def _from_layer(ways: Mapping[str, Loss], share: float, layers: int) -> int:
 
 
 def _drifts(
-    ll: Looseleaf, bounds: Bounds, asked: Sequence[str], count: int, seed: int, form: PatchForm,
-    tell: Callable[[str], None],
-) -> tuple[dict[str, Loss], dict[str, int], Loss | None]:  # fmt: skip
+    ll: Looseleaf, bounds: Bounds, asked: Sequence[str], asking: Asking, form: PatchForm
+) -> tuple[dict[str, Loss], dict[str, int], Loss | None]:
     """By drift: what patches of the other prompt lose, how many answers they spoil, and what whole rows would lose."""
-    found: dict[str, dict[str, list[Arm]]] = {}
-    for task in asked:
-        for drift, arms in ask_drifted(ll, bounds, task, count, seed, aloud("drifts", tell), form=form):
-            gather(found.setdefault(drift, {}), arms)
+    drifting = replace(asking, tell=lambda stage: asking.tell(f"drifts: {stage}"))
+    found = by_cell(ask_drifted(ll, bounds, asked, drifting, form=form))
     losses = {drift: loss(arms["drifted"], arms["blind"]) for drift, arms in found.items()}
     harmed = {
         drift: sum(

@@ -7,10 +7,11 @@ repeats that answer exactly when its token is the likeliest at every place. Many
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import TypeVar
+from functools import cached_property
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -34,11 +35,13 @@ LITTLE = 1e-3
 """Nats: a smaller loss is none, and a share of it would mean nothing."""
 TOGETHER = 8
 """Cases that share a pass."""
+ATTEMPTS = 100
+"""Albums drawn until one has the question wanted."""
 OPENINGS = ("", "", "Look at these. ", "Please look: ")
 GAPS = ("", "", "", " and ", "\n", " Here is one more. ", " The next one: ", " Keep it in mind. ")
 """Words before the first entry, and between two."""
 
-T = TypeVar("T")
+K = TypeVar("K")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +69,7 @@ class Case:
     """By a chunk's first slot: its rows in this context, keys un-rotated."""
     alone: Mapping[int, KVRows]
 
+    @cached_property
     def deficits(self) -> dict[int, Deficit]:
         """What context adds to each chunk."""
         return {start: find_deficit(rows, self.alone[start]) for start, rows in self.conditioned.items()}
@@ -81,6 +85,28 @@ class Arm:
     """Whether re-prefill says something else."""
     reused: float = 0.0
     """Share of the prompt's tokens that were read, not computed."""
+    rank: float = 0.0
+    """Of the patches put on, mean over chunks and the layers that are patched."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What came of one question: a case reached in several ways."""
+
+    cell: Any
+    """The figures it counts for."""
+    arms: Mapping[Any, Arm]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asking:
+    """How many questions of a kind are asked, and which of them here: every `of`-th round from `part` on."""
+
+    count: int
+    seed: int = 0
+    part: int = 0
+    of: int = 1
+    tell: Callable[[str], None] = lambda stage: None
 
 
 def bounds_of(ll: Looseleaf) -> Bounds:
@@ -96,53 +122,50 @@ def tasks(bounds: Bounds) -> list[str]:
     return [task for task in HEADLINE if bounds.counts_of(task)]
 
 
-def items(bounds: Bounds, task: str, hops: int, count: int, seed: int) -> Iterator[Item]:
-    """`count` held-out questions, each about an album of its own; albums without such a question are passed over."""
-    split, made = held_out(), 0
-    for number in range(100 * count):
-        chance = split.chance("reuse", seed, task, hops, number)
+def items(bounds: Bounds, task: str, hops: int, count: int, seed: int) -> list[Item]:
+    """`count` held-out questions, each about an album of its own."""
+    return [draw(bounds, task, hops, seed, number) for number in range(count)]
+
+
+def draw(bounds: Bounds, task: str, hops: int, seed: int, number: int) -> Item:
+    """The question of that number; an album without such a question is drawn again."""
+    split = held_out()
+    for attempt in range(ATTEMPTS):
+        chance = split.chance("reuse", seed, task, hops, number, attempt)
         frames = task in ("clip", "stream")
         size = (bounds.frame_side,) * 2 if frames else bounds.sizes[number % len(bounds.sizes)]
         album = task_album(task, chance, split, size, chance.choice(bounds.counts_of(task)))
         question = headline_question(task, hops, album, chance, split)
-        if question is None:
-            continue
-        chunks: list[Segment] = [as_segment(entry) for entry in album.entries]
-        prompt: list[Segment] = []
-        for chunk in chunks:
-            words = chance.choice(GAPS if prompt else OPENINGS)
-            words = words.rstrip(" ") if isinstance(chunk, Document) else words  # a page starts a line of its own
-            prompt += [words, chunk] if words else [chunk]
-        yield Item(chunks=chunks, prompt=[*prompt, question.text], question=question)
-        made += 1
-        if made == count:
-            return
+        if question is not None:
+            break
+    else:
+        raise AssertionError(f"{ATTEMPTS} albums and none has a question about {task} of {hops} hops")
+    chunks: list[Segment] = [as_segment(entry) for entry in album.entries]
+    prompt: list[Segment] = []
+    for chunk in chunks:
+        words = chance.choice(GAPS if prompt else OPENINGS)
+        words = words.rstrip(" ") if isinstance(chunk, Document) else words  # a page starts a line of its own
+        prompt += [words, chunk] if words else [chunk]
+    return Item(chunks=chunks, prompt=[*prompt, question.text], question=question)
 
 
-def batches(things: Iterator[T], size: int = TOGETHER) -> Iterator[list[T]]:
-    """A few at a time."""
-    while some := list(islice(things, size)):
-        yield some
+def rounds(bounds: Bounds, task: str, hops: int, asking: Asking) -> Iterator[tuple[int, list[Item]]]:
+    """Questions of a task a few at a time, rounds numbered from 0, with a word on how far it is."""
+    for number in range(asking.part, math.ceil(asking.count / TOGETHER), asking.of):
+        first = number * TOGETHER
+        asking.tell(f"{task}, {'single' if hops == 1 else 'multi'}-hop, question {first + 1} of {asking.count}")
+        numbers = range(first, min(first + TOGETHER, asking.count))
+        yield number, [draw(bounds, task, hops, asking.seed, at) for at in numbers]
 
 
-def rounds(
-    bounds: Bounds, task: str, hops: int, count: int, seed: int, tell: Callable[[str], None]
-) -> Iterator[tuple[int, list[Item]]]:
-    """Questions of a task a few at a time, numbered from 0, with a word on how far it is."""
-    for number, some in enumerate(batches(items(bounds, task, hops, count, seed))):
-        tell(f"{task}, {'single' if hops == 1 else 'multi'}-hop, question {number * TOGETHER + 1} of {count}")
-        yield number, some
-
-
-def aloud(name: str, tell: Callable[[str], None]) -> Callable[[str], None]:
-    """Tells which model it is about."""
-    return lambda text: tell(f"{name}: {text}")
-
-
-def gather(found: dict[str, list[Arm]], arms: Mapping[str, Arm | Sequence[Arm]]) -> None:
-    """Add what came of some cases to what came of others, by arm."""
-    for arm, each in arms.items():
-        found.setdefault(arm, []).extend([each] if isinstance(each, Arm) else each)
+def by_cell(outcomes: Iterable[Outcome]) -> dict[Any, dict[Any, list[Arm]]]:
+    """Arms by what they count for; those of one cell stand in the same order of questions."""
+    found: dict[Any, dict[Any, list[Arm]]] = {}
+    for one in outcomes:
+        cell = found.setdefault(one.cell, {})
+        for name, arm in one.arms.items():
+            cell.setdefault(name, []).append(arm)
+    return found
 
 
 def make_cases(ll: Looseleaf, asked: Sequence[Item], *, layers: Sequence[int] = ()) -> list[Case]:
@@ -192,6 +215,12 @@ class Try:
     """Instead of the case's own."""
     max_rows: int | None = None
 
+    @property
+    def rank(self) -> float:
+        """Mean of its patches' ranks; 0 without patches."""
+        ranks = [one.rank for patch in self.patches.values() for one in (*patch.keys, *patch.values) if one is not None]
+        return sum(ranks) / len(ranks) if ranks else 0.0
+
     def way(self, case: Case, answer: Sequence[int]) -> Way:
         """As the reference takes it."""
         return Way(
@@ -200,7 +229,7 @@ class Try:
         )  # fmt: skip
 
 
-def try_all(ll: Looseleaf, cases: Sequence[Case], tries: Sequence[Mapping[str, Try]]) -> list[dict[str, Arm]]:
+def try_all(ll: Looseleaf, cases: Sequence[Case], tries: Sequence[Mapping[K, Try]]) -> list[dict[K, Arm]]:
     """Every case in each of its ways, all in one pass; a second for answers that changed from a wrong one."""
     flat = [(at, name, one) for at, ways in enumerate(tries) for name, one in ways.items()]
     logits = ll.reference.along([one.way(cases[at], cases[at].told) for at, _, one in flat])
@@ -210,7 +239,7 @@ def try_all(ll: Looseleaf, cases: Sequence[Case], tries: Sequence[Mapping[str, T
     said = ll.reference.along(
         [flat[number][2].way(cases[flat[number][0]], wanted[flat[number][0]]) for number in open_]
     )
-    found: list[dict[str, Arm]] = [{} for _ in cases]
+    found: list[dict[K, Arm]] = [{} for _ in cases]
     for number, ((at, name, one), its) in enumerate(zip(flat, logits, strict=True)):
         case = cases[at]
         right = case.right and not changed[number]
@@ -218,8 +247,9 @@ def try_all(ll: Looseleaf, cases: Sequence[Case], tries: Sequence[Mapping[str, T
             *words, end = said[open_.index(number)].argmax(-1).tolist()
             right = words == wanted[at][:-1] and end in ll.adapter.eos_ids
         found[at][name] = Arm(
-            right=right, kl=divergence(case.ceiling, its), changed=changed[number], reused=_reused(ll, case, one)
-        )
+            right=right, kl=divergence(case.ceiling, its), changed=changed[number], reused=_reused(ll, case, one),
+            rank=one.rank,
+        )  # fmt: skip
     return found
 
 

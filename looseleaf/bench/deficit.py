@@ -36,15 +36,15 @@ FELT = 0.05
 """Layers whose deficit is a smaller share of their KV than this have no rank worth averaging."""
 
 
-def relative_by_layer(deltas: Sequence[Tensor], energy: Sequence[float]) -> list[float]:
+def relative_by_layer(deltas: Sequence[Tensor], energy: Sequence[Tensor]) -> list[float]:
     """The deficit's norm as a share of the conditioned plane's, layer by layer."""
-    return [float(delta.norm()) / max(whole, 1e-30) ** 0.5 for delta, whole in zip(deltas, energy, strict=True)]
+    return [float(delta.norm() / whole.clamp_min(1e-30).sqrt()) for delta, whole in zip(deltas, energy, strict=True)]
 
 
 def token_energy(deficit: Deficit) -> Tensor:
     """[token]: what each token has of the deficit over all layers; every plane counts by its share of the KV."""
     planes = zip((*deficit.keys, *deficit.values), (*deficit.key_energy, *deficit.value_energy), strict=True)
-    return torch.stack([delta.square().sum(1) / max(whole, 1e-30) for delta, whole in planes]).sum(0)
+    return torch.stack([delta.square().sum(1) / whole.clamp_min(1e-30) for delta, whole in planes]).sum(0)
 
 
 def direction_energy(delta: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ is worse than none: whoever finds such a one must not use it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -20,13 +20,14 @@ from looseleaf.bench.cases import (
     CONTROL,
     GAPS,
     Arm,
+    Asking,
     Case,
     Item,
+    Outcome,
     Try,
-    aloud,
     bounds_of,
+    by_cell,
     closed,
-    gather,
     items,
     make_cases,
     mean_kl,
@@ -34,7 +35,7 @@ from looseleaf.bench.cases import (
     tasks,
     try_all,
 )  # fmt: skip
-from looseleaf.bench.models import each_model
+from looseleaf.bench.models import ask_each
 from looseleaf.bench.report import BenchOptions, Report
 from looseleaf.kv.records import Patch
 from looseleaf.link.policies import PatchForm
@@ -53,14 +54,8 @@ def run(options: BenchOptions, tell: Callable[[str], None] = lambda stage: None)
     """Every model: a row for every drift over all tasks with pictures."""
     report = Report(bench="envelope", options=options)
     count = options.count or (QUICK_COUNT if options.quick else COUNT)
-    for name, ll in each_model(options, tell):
-        found: dict[str, dict[str, list[Arm]]] = {}
-        for task in tasks(bounds_of(ll)):
-            if task == CONTROL or task == "stream":  # a stream's frames are too many to exchange one by one
-                continue
-            for drift, arms in ask_drifted(ll, bounds_of(ll), task, count, options.seed, aloud(name, tell), form=FORM):
-                gather(found.setdefault(drift, {}), arms)
-        rows = [{"model": name, "drift": drift, **score(arms)} for drift, arms in found.items()]
+    for name, outcomes in ask_each(options, count, ask, tell):
+        rows = [{"model": name, "drift": drift, **score(arms)} for drift, arms in by_cell(outcomes).items()]
         report.rows += rows
         report.summary[name] = {
             "eta": {row["drift"]: row["eta"] for row in rows},
@@ -69,25 +64,38 @@ def run(options: BenchOptions, tell: Callable[[str], None] = lambda stage: None)
     return report
 
 
+def ask(ll: Looseleaf, asking: Asking) -> list[Outcome]:
+    """One model, by drift."""
+    return ask_drifted(ll, bounds_of(ll), asked(bounds_of(ll)), asking, form=FORM)
+
+
+def asked(bounds: Bounds) -> list[str]:
+    """Tasks with pictures, but for streams: their frames are too many to exchange one by one."""
+    return [task for task in tasks(bounds) if task not in (CONTROL, "stream")]
+
+
 def ask_drifted(
-    ll: Looseleaf, bounds: Bounds, task: str, count: int, seed: int, tell: Callable[[str], None], *, form: PatchForm
-) -> Iterator[tuple[str, dict[str, list[Arm]]]]:
-    """A task's questions under every drift, a few at a time."""
-    for number, some in rounds(bounds, task, 2, count, seed, tell):
-        others = list(items(bounds, task, 2, len(some), seed + 1000 + number))
-        yield from try_drifts(ll, some, others, seed, form=form).items()
+    ll: Looseleaf, bounds: Bounds, asked: Sequence[str], asking: Asking, *, form: PatchForm
+) -> list[Outcome]:
+    """Some tasks' questions under every drift."""
+    found = []
+    for task in asked:
+        for number, some in rounds(bounds, task, 2, asking):
+            others = items(bounds, task, 2, len(some), asking.seed + 1000 + number)
+            found += try_drifts(ll, some, others, asking.seed, form=form)
+    return found
 
 
 def try_drifts(
     ll: Looseleaf, some: Sequence[Item], others: Sequence[Item], seed: int, *, form: PatchForm
-) -> dict[str, dict[str, list[Arm]]]:
+) -> list[Outcome]:
     """Some questions under every drift: blind, with the patches of the prompt they drifted from, with their own.
 
     `whole`: with all that context had added there, as rows that were kept have it.
     """
     plain = [replace(item, prompt=[*item.chunks, item.question.text]) for item in some]
     made = [(patches_by_content(case, form), patches_by_content(case, WHOLE)) for case in make_cases(ll, plain)]
-    found: dict[str, dict[str, list[Arm]]] = {}
+    found = []
     for drift in DRIFTS:
         moved, known = [], []
         for number, (item, other, patches) in enumerate(zip(plain, others, made, strict=True)):
@@ -95,8 +103,6 @@ def try_drifts(
             if changed is not None:
                 moved.append(changed)
                 known.append(patches)
-        if not moved:
-            continue
         cases = make_cases(ll, moved)
         tries = [
             {
@@ -107,8 +113,7 @@ def try_drifts(
             }
             for case, (patches, whole) in zip(cases, known, strict=True)
         ]
-        for arms in try_all(ll, cases, tries):
-            gather(found.setdefault(drift, {}), arms)
+        found += [Outcome(cell=drift, arms=arms) for arms in try_all(ll, cases, tries)]
     return found
 
 
@@ -117,7 +122,7 @@ def patches_by_content(case: Case, form: PatchForm) -> dict[str, Patch]:
     found = {}
     for span in case.prompt.chunks:
         assert span.chunk is not None
-        deficit = case.deficits()[span.start]
+        deficit = case.deficits[span.start]
         found[span.chunk.content] = patch_of(
             deficit, case.alone[span.start], share=form.share, from_layer=form.from_layer
         )

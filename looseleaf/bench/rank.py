@@ -19,13 +19,13 @@ from matplotlib.figure import Figure
 from looseleaf.bench.cases import (
     CONTROL,
     Arm,
+    Asking,
     Case,
+    Outcome,
     Try,
-    aloud,
-    batches,
     bounds_of,
+    by_cell,
     closed,
-    items,
     make_cases,
     mean_kl,
     rounds,
@@ -33,14 +33,14 @@ from looseleaf.bench.cases import (
     try_all,
 )  # fmt: skip
 from looseleaf.bench.deficit import token_energy
-from looseleaf.bench.models import each_model
+from looseleaf.bench.models import ask_each
 from looseleaf.bench.report import BenchOptions, Report, Share
 from looseleaf.kv.records import Factors, Patch
 from looseleaf.link.policies import FirstK
 from looseleaf.model.rotary import rotate, unrotate
 from looseleaf.patch.basis import Basis, learn_basis, patch_in
 from looseleaf.patch.deficit import Deficit, wide
-from looseleaf.patch.form import cut, factor, patch_of, rank_within
+from looseleaf.patch.form import cut, factor_all, patch_of, rank_within
 from looseleaf.prompt.chunks import Span
 from looseleaf.system import Looseleaf
 
@@ -56,49 +56,39 @@ def run(options: BenchOptions, tell: Callable[[str], None] = lambda stage: None)
     """Every model: a row for every arm and share over all tasks."""
     report = Report(bench="rank", options=options)
     count = options.count or (QUICK_COUNT if options.quick else COUNT)
-    for name, ll in each_model(options, tell):
-        rows, summary = measure(ll, name, count, options.seed, tell)
+    for name, outcomes in ask_each(options, count, ask, tell):
+        (found,) = by_cell(outcomes).values()
+        rows = [{"model": name, **row} for row in score(found)]
         report.rows += rows
-        report.summary[name] = summary
+        report.summary[name] = summarise(rows)
     return report
 
 
-def measure(
-    ll: Looseleaf, name: str, count: int, seed: int, tell: Callable[[str], None]
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """One model."""
+def ask(ll: Looseleaf, asking: Asking) -> list[Outcome]:
+    """One model; arms by name and share."""
     asked = [task for task in tasks(bounds_of(ll)) if task != CONTROL]
-    tell(f"{name}: learning a basis")
-    learned = min(count, LEARNED)
+    asking.tell("learning a basis")
+    learning = Asking(count=min(asking.count, LEARNED), seed=asking.seed + 1)
     basis = learn_basis(
         one
         for task in asked
-        for some in batches(items(bounds_of(ll), task, 2, learned, seed + 1))
+        for _, some in rounds(bounds_of(ll), task, 2, learning)
         for case in make_cases(ll, some)
-        for one in case.deficits().values()
+        for one in case.deficits.values()
     )
-    found: dict[tuple[str, float], list[Arm]] = {}
-    ranks: dict[float, list[int]] = {share: [] for share in SHARES}
+    found = []
     for task in asked:
-        for _, some in rounds(bounds_of(ll), task, 2, count, seed, aloud(name, tell)):
+        for _, some in rounds(bounds_of(ll), task, 2, asking):
             cases = make_cases(ll, some)
-            tries = [ways(ll, case, basis) for case in cases]
-            named = [{f"{arm} {share}": one for (arm, share), one in each.items()} for each in tries]
-            for keys, arms in zip(tries, try_all(ll, cases, named), strict=True):
-                for key, arm in zip(keys, arms.values(), strict=True):
-                    found.setdefault(key, []).append(arm)
-            for share in SHARES:
-                ranks[share] += [
-                    rank_within(share, *one.keys[0].shape) for case in cases for one in case.deficits().values()
-                ]
-    rows = [{"model": name, **row} for row in score(found, ranks)]
-    return rows, summarise(rows)
+            arms = try_all(ll, cases, [ways(ll, case, basis) for case in cases])
+            found += [Outcome(cell=None, arms=one) for one in arms]
+    return found
 
 
 def ways(ll: Looseleaf, case: Case, basis: Basis) -> dict[tuple[str, float], Try]:
     """One case's ways by arm and share."""
     middle = len(ll.adapter.layout.layers) // 2
-    deficits = case.deficits()
+    deficits = case.deficits
     spans = {span.start: span for span in case.prompt.chunks}
     whole = {start: patch_of(one, case.alone[start], share=1) for start, one in deficits.items()}
     home = {start: _in_home_frame(ll, case, spans[start], whole[start]) for start in spans}
@@ -129,10 +119,11 @@ def _in_home_frame(ll: Looseleaf, case: Case, span: Span, whole: Patch) -> Calla
     decoder, alone, conditioned = ll.adapter.decoder, case.alone[span.start], case.conditioned[span.start]
     home = span.chunk.placement.positions.to(ll.adapter.device) + len(ll.linker.canonical.ids)
     phase = decoder.phase(home)
-    turned = []
-    for own, other in zip(conditioned.keys, alone.keys, strict=True):
-        delta = wide(rotate(own, phase, decoder.form)) - wide(rotate(other, phase, decoder.form))
-        turned.append(factor(delta, min(delta.shape)))
+    deltas = [
+        wide(rotate(own, phase, decoder.form)) - wide(rotate(other, phase, decoder.form))
+        for own, other in zip(conditioned.keys, alone.keys, strict=True)
+    ]
+    turned = factor_all(deltas, [min(delta.shape) for delta in deltas])
 
     def shortened(share: float) -> Patch:
         keys = []
@@ -160,13 +151,12 @@ def _best_tokens(deficit: Deficit, energy: torch.Tensor, share: float, dtype: to
     return Patch(keys=keys, values=values)
 
 
-def score(
-    found: Mapping[tuple[str, float], Sequence[Arm]], ranks: Mapping[float, Sequence[int]]
-) -> list[dict[str, Any]]:
+def score(found: Mapping[tuple[str, float], Sequence[Arm]]) -> list[dict[str, Any]]:
     """A row for every arm and share."""
     blind = found["blind", 0.0]
     flips = [at for at, one in enumerate(blind) if one.changed]
     rows = []
+    ranks = {share: [one.rank for one in each] for (arm, share), each in found.items() if arm == "patch"}
     for (arm, share), each in found.items():
         right = Share(right=sum(one.right for one in each), n=len(each))
         low, high = right.interval

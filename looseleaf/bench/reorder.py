@@ -10,15 +10,31 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from looseleaf.bench.cases import Arm, Item, Try, bounds_of, closed, make_cases, mean_kl, rows_alone, try_all
-from looseleaf.bench.models import each_model
+from looseleaf.bench.cases import (
+    ATTEMPTS,
+    LITTLE,
+    Arm,
+    Asking,
+    Item,
+    Outcome,
+    Try,
+    bounds_of,
+    by_cell,
+    closed,
+    make_cases,
+    mean_kl,
+    rows_alone,
+    try_all,
+)  # fmt: skip
+from looseleaf.bench.models import ask_each
 from looseleaf.bench.report import BenchOptions, Report
 from looseleaf.kv.layout import KVRows
 from looseleaf.kv.records import Patch
@@ -59,10 +75,9 @@ def run(options: BenchOptions, tell: Callable[[str], None] = lambda stage: None)
     """Every model and number of pictures."""
     report = Report(bench="reorder", options=options)
     count = options.count or (QUICK_COUNT if options.quick else COUNT)
-    for name, ll in each_model(options, tell):
-        for before in BEFORE[:1] if options.quick else BEFORE:
-            row = measure(ll, name, before, count, options.seed, tell)
-            report.rows.append({"model": name, "before": before, **row})
+    asked = partial(ask, befores=BEFORE[:1] if options.quick else BEFORE)
+    for name, outcomes in ask_each(options, count, asked, tell):
+        report.rows += [{"model": name, "before": at, **score(arms)} for at, arms in by_cell(outcomes).items()]
         report.summary[name] = {
             f"K={row['before']}": {key: row[key] for key in ("eta_exact", "eta_orbit", "eta_transfer")}
             for row in report.rows
@@ -71,50 +86,52 @@ def run(options: BenchOptions, tell: Callable[[str], None] = lambda stage: None)
     return report
 
 
-def measure(
-    ll: Looseleaf, name: str, before: int, count: int, seed: int, tell: Callable[[str], None]
-) -> dict[str, Any]:
-    """One number of pictures in front."""
-    found: dict[str, list[Arm]] = {arm: [] for arm in ("blind", "exact", "orbit", "transfer")}
-    for number, one in enumerate(draw(bounds_of(ll), before, count, seed)):
-        if number % math.ceil(count / 10) == 0:
-            tell(f"{name}: {before} pictures in front, question {number + 1} of {count}")
-        for tested in try_orders(ll, one, before, seed + number):
-            for arm, outcome in tested.items():
-                found[arm].append(outcome)
-    blind = mean_kl(found["blind"])
-    eta = {f"eta_{arm}": closed(mean_kl(each), blind) for arm, each in found.items() if arm != "blind"}
+def ask(ll: Looseleaf, asking: Asking, *, befores: Sequence[int]) -> list[Outcome]:
+    """One model, by number of pictures in front."""
+    found = []
+    for before in befores:
+        for number in range(asking.part, asking.count, asking.of):
+            asking.tell(f"{before} pictures in front, question {number + 1} of {asking.count}")
+            one = draw(bounds_of(ll), before, asking.seed, number)
+            found += [Outcome(cell=before, arms=arms) for arms in try_orders(ll, one, before, asking.seed + number)]
+    return found
+
+
+def score(arms: Mapping[str, Sequence[Arm]]) -> dict[str, Any]:
+    """What each patch of the last picture comes to."""
+    blind = mean_kl(arms["blind"])
+    patched = {arm: each for arm, each in arms.items() if arm != "blind"}
+    flips = [at for at, one in enumerate(arms["blind"]) if one.changed]
     worst = max(
-        (one.kl / other.kl for one, other in zip(found["orbit"], found["blind"], strict=True) if other.kl > 1e-3),
+        (one.kl / other.kl for one, other in zip(arms["orbit"], arms["blind"], strict=True) if other.kl > LITTLE),
         default=math.nan,
     )
-    flips = [at for at, one in enumerate(found["blind"]) if one.changed]
-    restored = {
-        f"restored_{arm}": sum(not each[at].changed for at in flips) for arm, each in found.items() if arm != "blind"
-    }
-    accuracy = {f"right_{arm}": sum(one.right for one in each) / len(each) for arm, each in found.items()}
     return {
-        "n": len(found["blind"]), "kl_blind": blind, **eta,
-        "eta_orbit_worst": 1 - worst, "flips": len(flips), **restored, **accuracy,
-    }  # fmt: skip
+        "n": len(arms["blind"]),
+        "kl_blind": blind,
+        **{f"eta_{arm}": closed(mean_kl(each), blind) for arm, each in patched.items()},
+        "eta_orbit_worst": 1 - worst,
+        "flips": len(flips),
+        **{f"restored_{arm}": sum(not each[at].changed for at in flips) for arm, each in patched.items()},
+        **{f"right_{arm}": sum(one.right for one in each) / len(each) for arm, each in arms.items()},
+    }
 
 
-def draw(bounds: Bounds, before: int, count: int, seed: int) -> list[Ordered]:
-    """Questions about what changed in a scene, with its earlier version and other pictures in front."""
-    split, found = held_out(), []
-    for number in itertools.count():
-        chance = split.chance("reorder", seed, before, number)
+def draw(bounds: Bounds, before: int, seed: int, number: int) -> Ordered:
+    """A question about what changed in a scene, with its earlier version and other pictures in front."""
+    split = held_out()
+    for attempt in range(ATTEMPTS):
+        chance = split.chance("reorder", seed, before, number, attempt)
         album = task_album("change", chance, split, bounds.sizes[number % len(bounds.sizes)], before + 1)
         question = headline_question("change", 2, album, chance, split)
-        if question is None:
-            continue
-        chunks: list[Segment] = [as_segment(entry) for entry in album.entries]
-        last = chunks.pop(max(question.needs))
-        item = Item(chunks=[*chunks, last], prompt=[*chunks, last, question.text], question=question)
-        found.append(Ordered(before=chunks, last=last, item=item))
-        if len(found) == count:
+        if question is not None:
             break
-    return found
+    else:
+        raise AssertionError(f"{ATTEMPTS} albums of {before + 1} pictures and nothing changed in any")
+    chunks: list[Segment] = [as_segment(entry) for entry in album.entries]
+    last = chunks.pop(max(question.needs))
+    item = Item(chunks=[*chunks, last], prompt=[*chunks, last, question.text], question=question)
+    return Ordered(before=chunks, last=last, item=item)
 
 
 def try_orders(ll: Looseleaf, one: Ordered, before: int, seed: int) -> list[dict[str, Arm]]:

@@ -35,8 +35,11 @@ class BenchOptions:
     """Where to draw the shape of what reuse loses, in the bench that measures it."""
     dtype: str | None = None
     """None: the bench's own."""
+    workers: int = 1
+    """Processes that share the questions, where a bench asks questions."""
 
     def __post_init__(self) -> None:
+        check_whole("--workers", self.workers, low=1)
         if self.count is not None:
             check_whole("--count", self.count, low=1)
 

@@ -23,21 +23,21 @@ from looseleaf.bench import deficit
 from looseleaf.bench.cases import (
     CONTROL,
     Arm,
+    Asking,
     Case,
     Item,
+    Outcome,
     Try,
-    aloud,
     bounds_of,
+    by_cell,
     closed,
-    gather,
-    items,
     make_cases,
     mean_kl,
     rounds,
     tasks,
     try_all,
 )  # fmt: skip
-from looseleaf.bench.models import DTYPE, each_model
+from looseleaf.bench.models import DTYPE, ask_each
 from looseleaf.bench.report import BenchOptions, Report, Share
 from looseleaf.kv.layout import KVLayout
 from looseleaf.kv.records import Patch
@@ -78,32 +78,34 @@ def run(options: BenchOptions, tell: Callable[[str], None] = lambda stage: None)
     report = Report(bench="reuse", options=options)
     models = len(options.models or embedded_models())
     count = options.count or (max(1, QUICK_COUNT // max(1, models)) if options.quick else COUNT)
-    shapes: dict[str, dict[str, dict[str, Any]]] = {}
-    for name, ll in each_model(options, tell):
-        rows = ask_model(ll, name, count, options.seed, tell)
+    for name, outcomes in ask_each(options, count, ask_all, tell):
+        rows = [
+            {"model": name, "task": task, "hops": hops, "policy": arm, **one}
+            for (task, hops), arms in by_cell(outcomes).items()
+            for arm, one in score(arms).items()
+        ]
         report.rows += rows
         report.summary[name] = {"dtype": options.dtype or DTYPE, **summarise(rows)}
-        if options.analyse is not None:
-            shapes[name] = analyse(ll, name, count, options.seed, tell)
-            report.summary[name] |= digest(shapes[name])
     if options.analyse is not None:
+        shapes = {}
+        for name, found in ask_each(options, min(count, ANALYSED), analyse, tell):
+            by_task = {task: [shape for one, shape in found if one == task] for task, _ in found}
+            shapes[name] = {task: deficit.average(each) for task, each in by_task.items()}
+            report.summary[name] |= digest(shapes[name])
         report.details["deficit"] = shapes
         deficit.plot(shapes, options.analyse)
     return report
 
 
-def ask_model(ll: Looseleaf, name: str, count: int, seed: int, tell: Callable[[str], None]) -> list[dict[str, Any]]:
-    """All tasks of one model: a row for every task, number of hops and arm."""
-    rows = []
-    for task in tasks(bounds_of(ll)):
-        for hops in (1, 2):
-            arms: dict[str, list[Arm]] = {}
-            for _, some in rounds(bounds_of(ll), task, hops, count, seed, aloud(name, tell)):
-                for found in ask(ll, some):
-                    gather(arms, found)
-            where = {"model": name, "task": task, "hops": hops}
-            rows += [{**where, "policy": arm, **one} for arm, one in score(arms).items()]
-    return rows
+def ask_all(ll: Looseleaf, asking: Asking) -> list[Outcome]:
+    """One model about every task, by task and number of hops."""
+    return [
+        Outcome(cell=(task, hops), arms=arms)
+        for task in tasks(bounds_of(ll))
+        for hops in (1, 2)
+        for _, some in rounds(bounds_of(ll), task, hops, asking)
+        for arms in ask(ll, some)
+    ]
 
 
 def policies(prompt: Prompt, layout: KVLayout) -> dict[str, Policy]:
@@ -153,8 +155,7 @@ def patches_of(case: Case) -> dict[float, dict[int, Patch]]:
 
     But for a rounding in bf16: a harvest turns rotated keys back, here they are caught before they turn.
     """
-    deficits = case.deficits()
-    largest = {at: patch_of(one, case.alone[at], share=PATCH_SHARES[-1]) for at, one in deficits.items()}
+    largest = {at: patch_of(one, case.alone[at], share=PATCH_SHARES[-1]) for at, one in case.deficits.items()}
     return {share: {at: cut(one, share=share) for at, one in largest.items()} for share in PATCH_SHARES}
 
 
@@ -223,17 +224,15 @@ def _pool(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return means | {key: sum(row[key] for row in rows) for key in ("changed", "flips", "restored")}
 
 
-def analyse(ll: Looseleaf, name: str, count: int, seed: int, tell: Callable[[str], None]) -> dict[str, dict[str, Any]]:
-    """The deficit of the last chunk each multi-hop question needs, by task."""
-    found = {}
+def analyse(ll: Looseleaf, asking: Asking) -> list[tuple[str, dict[str, Any]]]:
+    """By task: the deficit of the last chunk each multi-hop question needs."""
+    found = []
     for task in tasks(bounds_of(ll)):
-        tell(f"{name}: {task}, what shape the deficit has")
-        shapes = []
-        for item in items(bounds_of(ll), task, 2, min(count, ANALYSED), seed):
-            ll.warm(item.chunks)
-            prompt = ll.builder.build(item.prompt)
-            shapes.append(deficit.measure(ll, prompt, prompt.chunks[max(item.question.needs)]))
-        found[task] = deficit.average(shapes)
+        for _, some in rounds(bounds_of(ll), task, 2, asking):
+            for item in some:
+                ll.warm(item.chunks)
+                prompt = ll.builder.build(item.prompt)
+                found.append((task, deficit.measure(ll, prompt, prompt.chunks[max(item.question.needs)])))
     return found
 
 

@@ -17,31 +17,29 @@ from random import Random
 from typing import Any
 
 from matplotlib.figure import Figure
-from torch import Tensor
 
 from looseleaf.bench.cases import (
-    CONTROL,
     Arm,
+    Asking,
     Case,
     Item,
+    Outcome,
     Try,
-    aloud,
     bounds_of,
+    by_cell,
     closed,
-    gather,
     items,
     make_cases,
     mean_kl,
     rounds,
-    tasks,
     try_all,
 )  # fmt: skip
-from looseleaf.bench.envelope import FORM, WHOLE, patches_by_content, placed
-from looseleaf.bench.models import each_model
+from looseleaf.bench.envelope import FORM, WHOLE, asked, patches_by_content, placed
+from looseleaf.bench.models import ask_each
 from looseleaf.bench.report import BenchOptions, Report
 from looseleaf.kv.records import Patch
 from looseleaf.patch.deficit import Deficit
-from looseleaf.patch.form import factor, patch_of, rank_within
+from looseleaf.patch.form import factor_all, patch_of, rank_within
 from looseleaf.prompt.chunks import Prompt
 from looseleaf.system import Looseleaf
 
@@ -55,37 +53,36 @@ def run(options: BenchOptions, tell: Callable[[str], None] = lambda stage: None)
     """Every model: rows for survivors by whether the question needs what left, and for recall by turnover."""
     report = Report(bench="window", options=options)
     count = options.count or (QUICK_COUNT if options.quick else COUNT)
-    for name, ll in each_model(options, tell):
-        left: dict[tuple[str, str], dict[str, list[Arm]]] = {}
-        back: dict[float, dict[str, list[Arm]]] = {}
-        for task in tasks(bounds_of(ll)):
-            if task in (CONTROL, "stream"):
-                continue
-            for number, some in rounds(bounds_of(ll), task, 2, count, options.seed, aloud(name, tell)):
-                plain = [replace(item, prompt=[*item.chunks, item.question.text]) for item in some]
-                others = list(items(bounds_of(ll), task, 2, len(some), options.seed + 1000 + number))
-                for key, arms in try_survivors(ll, plain, options.seed).items():
-                    gather(left.setdefault(key, {}), arms)
-                for turned, found in try_recall(ll, plain, others, options.seed).items():
-                    gather(back.setdefault(turned, {}), found)
-        rows = [{"model": name, "what": f"survivors, one {gone} left", "against": against, **row}
-                for (gone, against), arms in left.items() for row in score(arms)]  # fmt: skip
-        rows += [{"model": name, "what": f"recall, {turned:.0%} replaced", "against": "re-prefill", **row}
-                 for turned, arms in back.items() for row in score(arms)]  # fmt: skip
+    for name, outcomes in ask_each(options, count, ask, tell):
+        rows = [
+            {"model": name, "what": what, "against": against, **row}
+            for (what, against), arms in by_cell(outcomes).items()
+            for row in score(arms)
+        ]
         report.rows += rows
         report.summary[name] = summarise(rows)
     return report
 
 
-def try_survivors(ll: Looseleaf, some: Sequence[Item], seed: int) -> dict[tuple[str, str], dict[str, list[Arm]]]:
+def ask(ll: Looseleaf, asking: Asking) -> list[Outcome]:
+    """One model: by what left or came back, and what it is compared with."""
+    found = []
+    for task in asked(bounds_of(ll)):
+        for number, some in rounds(bounds_of(ll), task, 2, asking):
+            plain = [replace(item, prompt=[*item.chunks, item.question.text]) for item in some]
+            others = items(bounds_of(ll), task, 2, len(some), asking.seed + 1000 + number)
+            found += try_survivors(ll, plain, asking.seed)
+            found += try_recall(ll, plain, others, asking.seed)
+    return sorted(found, key=lambda one: one.cell[0].startswith("recall"))
+
+
+def try_survivors(ll: Looseleaf, some: Sequence[Item], seed: int) -> list[Outcome]:
     """Every question with a picture in front gone, by which one and against what."""
-    found: dict[tuple[str, str], dict[str, list[Arm]]] = {}
+    found = []
     whole = make_cases(ll, some)
     for gone in GONE:
         picked = [(case, _without(case.item, gone, Random(f"{seed} {at}"))) for at, case in enumerate(whole)]
         both = [(case, item) for case, item in picked if item is not None]
-        if not both:
-            continue
         remember = [case for case, _ in both]
         forget = make_cases(ll, [item for _, item in both])
         tries = [_survivors(before, after) for before, after in zip(remember, forget, strict=True)]
@@ -94,8 +91,8 @@ def try_survivors(ll: Looseleaf, some: Sequence[Item], seed: int) -> dict[tuple[
                 {arm: replace(one, prompt=after.prompt) for arm, one in ways.items()}
                 for ways, after in zip(tries, forget, strict=True)
             ]
-            for arms in try_all(ll, cases, prompts):
-                gather(found.setdefault((gone, against), {}), arms)
+            cell = (f"survivors, one {gone} left", against)
+            found += [Outcome(cell=cell, arms=arms) for arms in try_all(ll, cases, prompts)]
     return found
 
 
@@ -118,7 +115,7 @@ def _survivors(before: Case, after: Case) -> dict[str, Try]:
     removal = {}
     for span, old in _same_chunks(before.prompt, after.prompt):
         alone = after.alone[span]
-        was, now = before.deficits()[old], after.deficits()[span]
+        was, now = before.deficits[old], after.deficits[span]
         removal[span] = patch_of(_moved(was, now), alone, share=1.0)
     return {
         "blind": Try(),
@@ -143,24 +140,19 @@ def _same_chunks(before: Prompt, after: Prompt) -> list[tuple[int, int]]:
 
 def _moved(was: Deficit, now: Deficit) -> Deficit:
     """What a chunk kept, with a patch of FORM's bytes that takes it to what it would be now."""
-
-    def step(old: Tensor, new: Tensor) -> Tensor:
-        found = factor(new - old, rank_within(FORM.share, *old.shape))
-        return old + found.left @ found.right.mT
-
-    keys, values = (
-        tuple(step(old, new) for old, new in zip(before, after, strict=True))
-        for before, after in ((was.keys, now.keys), (was.values, now.values))
+    old, new = (*was.keys, *was.values), (*now.keys, *now.values)
+    steps = factor_all(
+        [after - before for before, after in zip(old, new, strict=True)],
+        [rank_within(FORM.share, *before.shape) for before in old],
     )
-    return replace(now, keys=keys, values=values)
+    moved = [before + step.left @ step.right.mT for before, step in zip(old, steps, strict=True)]
+    return replace(now, keys=tuple(moved[: len(was.keys)]), values=tuple(moved[len(was.keys) :]))
 
 
-def try_recall(
-    ll: Looseleaf, some: Sequence[Item], others: Sequence[Item], seed: int
-) -> dict[float, dict[str, list[Arm]]]:
+def try_recall(ll: Looseleaf, some: Sequence[Item], others: Sequence[Item], seed: int) -> list[Outcome]:
     """The last picture a question needs, back behind pictures some of which are new."""
     stale = [patches_by_content(case, FORM) for case in make_cases(ll, some)]
-    found: dict[float, dict[str, list[Arm]]] = {}
+    found = []
     for turned in TURNOVER:
         moved = [
             _turned(item, other, turned, Random(f"{seed} {at}"))
@@ -178,8 +170,8 @@ def try_recall(
                 "stale": Try(patches={**rest, back.start: old[back.chunk.content]}),
                 "fresh": Try(patches={**rest, **fresh}),
             })  # fmt: skip
-        for arms in try_all(ll, cases, tries):
-            gather(found.setdefault(turned, {}), arms)
+        cell = (f"recall, {turned:.0%} replaced", "re-prefill")
+        found += [Outcome(cell=cell, arms=arms) for arms in try_all(ll, cases, tries)]
     return found
 
 

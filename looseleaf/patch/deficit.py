@@ -18,9 +18,9 @@ class Deficit:
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
-    key_energy: tuple[float, ...]
+    key_energy: tuple[Tensor, ...]
     """Of the conditioned keys it is a part of: the sum of their squares."""
-    value_energy: tuple[float, ...]
+    value_energy: tuple[Tensor, ...]
 
 
 def find_deficit(conditioned: KVRows, alone: KVRows) -> Deficit:
@@ -29,8 +29,8 @@ def find_deficit(conditioned: KVRows, alone: KVRows) -> Deficit:
     return Deficit(
         keys=tuple(one - wide(other) for one, other in zip(keys, alone.keys, strict=True)),
         values=tuple(one - wide(other) for one, other in zip(values, alone.values, strict=True)),
-        key_energy=tuple(float(one.square().sum()) for one in keys),
-        value_energy=tuple(float(one.square().sum()) for one in values),
+        key_energy=tuple(one.square().sum() for one in keys),
+        value_energy=tuple(one.square().sum() for one in values),
     )
 
 

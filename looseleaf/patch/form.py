@@ -7,6 +7,8 @@ patch is kept.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -33,45 +35,58 @@ def rank_within(share: float, tokens: int, width: int) -> int:
 
 
 def factor(matrix: Tensor, rank: int) -> Factors:
-    """The best [token, width] matrix of at most that rank, as factors: its largest singular directions, in order.
+    """The best [token, width] matrix of at most that rank, as factors: its largest singular directions, in order."""
+    return factor_all([matrix], [rank])[0]
 
-    All of them by LAPACK; few by a randomised decomposition; some by the eigenvectors of the smaller of the two
-    products with itself, which takes a third of LAPACK's time and is as good wherever something is cut off.
+
+def factor_all(matrices: Sequence[Tensor], ranks: Sequence[int]) -> list[Factors]:
+    """Each matrix as `factor` has it; equal shapes are done together, which on a GPU is all that counts."""
+    alike: dict[tuple[torch.Size, int], list[int]] = {}
+    for at, (matrix, rank) in enumerate(zip(matrices, ranks, strict=True)):
+        alike.setdefault((matrix.shape, min(rank, *matrix.shape)), []).append(at)
+    found: dict[int, Factors] = {}
+    for ((tokens, width), rank), places in alike.items():
+        stack = torch.stack([matrices[at].float() for at in places])
+        few = WORTH * (rank + SPARE) <= min(tokens, width)
+        left, right = _few(stack, rank) if few else _largest(stack, rank)
+        found |= {at: Factors(left=left[number], right=right[number]) for number, at in enumerate(places)}
+    return [found[at] for at in range(len(matrices))]
+
+
+def _largest(stack: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Left [.., token, rank] and right [.., width, rank] by the eigenvectors of the smaller product with itself.
+
+    A third of the time of a singular value decomposition. All directions together restore a matrix to rounding, since
+    they are orthonormal on that side whatever their sizes.
     """
-    matrix, rank = matrix.float(), min(rank, *matrix.shape)
-    tokens, width = matrix.shape
-    if rank == min(tokens, width):
-        left, sizes, right_t = torch.linalg.svd(matrix, full_matrices=False)
-        return Factors(left=left * sizes, right=right_t.mT.contiguous())
-    if WORTH * (rank + SPARE) <= min(tokens, width):
-        return _few(matrix, rank)
+    tokens, width = stack.shape[-2:]
     if width <= tokens:
-        right = _directions(matrix.mT @ matrix, rank)
-        return Factors(left=matrix @ right, right=right)
-    left = _directions(matrix @ matrix.mT, rank)
-    right = matrix.mT @ left
-    sizes = right.norm(dim=0).clamp_min(1e-30)
-    return Factors(left=left * sizes, right=right / sizes)
+        right = _directions(stack.mT @ stack, rank)
+        return stack @ right, right
+    left = _directions(stack @ stack.mT, rank)
+    right = stack.mT @ left
+    sizes = right.norm(dim=-2, keepdim=True).clamp_min(1e-30)
+    return left * sizes, right / sizes
 
 
 def _directions(square: Tensor, rank: int) -> Tensor:
-    """The largest eigenvectors [row, rank] of a matrix times itself."""
+    """The largest eigenvectors [.., row, rank] of matrices times themselves."""
     try:
         found = torch.linalg.eigh(square).eigenvectors
     except RuntimeError:  # in single precision it now and then does not converge on many equal eigenvalues
         found = torch.linalg.eigh(square.double()).eigenvectors.float()
-    return found.flip(1)[:, :rank].contiguous()
+    return found.flip(-1)[..., :rank].contiguous()
 
 
-def _few(matrix: Tensor, rank: int) -> Factors:
+def _few(stack: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """Subspace iteration from random directions, the same ones every time: equal deficits give equal patches."""
     chance = torch.Generator().manual_seed(0)
-    probe = torch.randn(matrix.shape[1], rank + SPARE, generator=chance).to(matrix.device)
-    base = torch.linalg.qr(matrix @ probe).Q
+    probe = torch.randn(stack.shape[-1], rank + SPARE, generator=chance).to(stack.device)
+    base = torch.linalg.qr(stack @ probe).Q
     for _ in range(ROUNDS):
-        base = torch.linalg.qr(matrix @ (matrix.mT @ base)).Q
-    left, sizes, right_t = torch.linalg.svd(base.mT @ matrix, full_matrices=False)
-    return Factors(left=(base @ (left * sizes))[:, :rank].contiguous(), right=right_t.mT[:, :rank].contiguous())
+        base = torch.linalg.qr(stack @ (stack.mT @ base)).Q
+    left, right = _largest(base.mT @ stack, rank)
+    return base @ left, right
 
 
 def form_patch(conditioned: KVRows, alone: KVRows, *, share: float, from_layer: int = 0) -> Patch:
@@ -85,17 +100,14 @@ def form_patch(conditioned: KVRows, alone: KVRows, *, share: float, from_layer: 
 
 def patch_of(deficit: Deficit, like: KVRows, *, share: float, from_layer: int = 0) -> Patch:
     """A deficit's largest directions, in the dtype and on the device of `like`."""
-
-    def cut(delta: Tensor) -> Factors:
-        found = factor(delta, rank_within(share, *delta.shape))
-        dtype = like.layout.dtype
-        return Factors(left=found.left.to(dtype), right=found.right.to(dtype))
-
-    keys, values = (
-        tuple(cut(one) if layer >= max(FIRST, from_layer) else None for layer, one in enumerate(planes))
-        for planes in (deficit.keys, deficit.values)
-    )
-    return Patch(keys=keys, values=values)
+    first, dtype = max(FIRST, from_layer), like.layout.dtype
+    deltas = (*deficit.keys[first:], *deficit.values[first:])
+    found = [
+        Factors(left=one.left.to(dtype), right=one.right.to(dtype))
+        for one in factor_all(deltas, [rank_within(share, *delta.shape) for delta in deltas])
+    ]
+    bare, layers = (None,) * min(first, len(deficit.keys)), len(found) // 2
+    return Patch(keys=(*bare, *found[:layers]), values=(*bare, *found[layers:]))
 
 
 def cut(patch: Patch, *, share: float, from_layer: int = 0) -> Patch:

@@ -12,7 +12,19 @@ import pytest
 
 from looseleaf import Looseleaf, Patched
 from looseleaf.bench import cases, rank
-from looseleaf.bench.cases import Arm, Case, Try, closed, items, make_cases, mean_kl, try_all
+from looseleaf.bench.cases import (
+    TOGETHER,
+    Arm,
+    Asking,
+    Case,
+    Try,
+    closed,
+    items,
+    make_cases,
+    mean_kl,
+    rounds,
+    try_all,
+)  # fmt: skip
 from looseleaf.bench.envelope import DRIFTS, drifted
 from looseleaf.bench.reorder import draw
 from looseleaf.bench.reuse import patches_of
@@ -36,7 +48,7 @@ def test_a_full_patch_is_re_prefill_and_none_is_blind_reuse(made: tuple[Looselea
     ll, asked = made
     tries = [
         {
-            "whole": Try(patches={at: patch_of(one, case.alone[at], share=1) for at, one in case.deficits().items()}),
+            "whole": Try(patches={at: patch_of(one, case.alone[at], share=1) for at, one in case.deficits.items()}),
             "none": Try(),
             "policy": Try(policy=FullReuse()),
             "all": Try(policy=Reprefill()),
@@ -77,11 +89,12 @@ def test_more_bytes_close_more_and_everything_closes_everything(
 ) -> None:
     ll, (case, _) = made
     monkeypatch.setattr(rank, "SHARES", (0.06, 0.5, 1.0))
-    ways = rank.ways(ll, case, learn_basis(case.deficits().values()))
-    (found,) = try_all(ll, [case], [{f"{arm} {share}": one for (arm, share), one in ways.items()}])
+    ways = rank.ways(ll, case, learn_basis(case.deficits.values()))
+    (found,) = try_all(ll, [case], [ways])
     for arm in ("patch", "home frame", "shared basis", "oracle tokens", "first tokens"):
-        assert found[f"{arm} 1.0"].kl < 1e-3 * found["blind 0.0"].kl + 1e-7, arm
-    assert found["patch 0.5"].kl < found["blind 0.0"].kl
+        assert found[arm, 1.0].kl < 1e-3 * found["blind", 0.0].kl + 1e-7, arm
+    assert found["patch", 0.5].kl < found["blind", 0.0].kl
+    assert found["blind", 0.0].rank == 0 < found["patch", 0.06].rank < found["patch", 0.5].rank
 
 
 def test_smaller_patches_are_cut_from_larger_ones(made: tuple[Looseleaf, list[Case]]) -> None:
@@ -105,7 +118,8 @@ def test_eta_is_of_all_cases_together() -> None:
 
 
 def test_the_patched_picture_comes_last_and_those_in_front_change_places() -> None:
-    for one in draw(HELD_OUT["qwen2_5_vl"], 3, 2, 0):
+    for number in range(2):
+        one = draw(HELD_OUT["qwen2_5_vl"], 3, 0, number)
         assert len(one.before) == 3
         item = one.ordered((2, 0, 1))
         assert item.chunks == [one.before[2], one.before[0], one.before[1], one.last]
@@ -128,6 +142,32 @@ def test_a_drift_changes_what_it_says_and_keeps_the_last_needed_picture() -> Non
     assert found["other words"].prompt != item.prompt
     assert found["replaced"] is not None
     assert sum(one not in item.chunks for one in found["replaced"].chunks) == 1
+
+
+def test_every_question_is_asked_by_one_worker() -> None:
+    def asked(**part: int) -> list[str]:
+        asking = Asking(count=3 * TOGETHER - 2, **part)
+        return [one.question.text for _, some in rounds(HELD_OUT["qwen2_5_vl"], "change", 2, asking) for one in some]
+
+    apart = [one for part in range(2) for one in asked(part=part, of=2)]
+    assert len(asked()) == 3 * TOGETHER - 2
+    assert sorted(apart) == sorted(asked())
+
+
+def test_workers_find_what_one_process_finds(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = []
+    for workers in ("1", "2"):
+        command = ["bench", "reorder", "--quick", "--count", "2", "--model", "tiny:qwen3_vl", "--workers", workers]
+        assert main(command) == 0
+        (row,) = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["rows"]
+        assert row.pop("model") == "tiny:qwen3_vl"
+        rows.append(row)
+    assert rows[0] == pytest.approx(rows[1], rel=1e-3)
+
+
+def test_a_worker_that_fails_ends_the_bench(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "reorder", "--model", "tiny:smolvlm", "--workers", "2"]) == 2
+    assert "no questions for smolvlm" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
