@@ -12,6 +12,8 @@ from torch import Tensor
 
 from looseleaf.kv.layout import KVRows
 from looseleaf.kv.table import SlotTable
+from looseleaf.patch.deficit import wide
+from looseleaf.patch.form import factor_all
 from looseleaf.prompt.chunks import Span
 
 
@@ -47,13 +49,10 @@ def most_attended(mass: Tensor, spans: Sequence[Span], share: float) -> list[int
 def low_rank(rows: KVRows, span: Span, rank: int) -> KVRows:
     """A span's rows with un-rotated keys rebuilt, layer by layer, from their `rank` largest directions."""
     part = KVRows(rows.layout, len(span), rows.device)
-    for layer, keys in enumerate(rows.keys):
-        own = keys[:, span.start : span.stop]
-        heads, tokens, dim = own.shape
-        flat = own.transpose(0, 1).reshape(tokens, heads * dim).float()
-        left, size, right = torch.linalg.svd(flat, full_matrices=False)
-        rebuilt = (left[:, :rank] * size[:rank]) @ right[:rank]
-        part.keys[layer].copy_(rebuilt.view(tokens, heads, dim).transpose(0, 1))
+    own = [wide(keys[:, span.start : span.stop]) for keys in rows.keys]
+    for layer, found in enumerate(factor_all(own, [rank] * len(own))):
+        heads, tokens, dim = part.keys[layer].shape
+        part.keys[layer].copy_((found.left @ found.right.mT).view(tokens, heads, dim).transpose(0, 1))
         part.values[layer].copy_(rows.values[layer][:, span.start : span.stop])
     return part
 
