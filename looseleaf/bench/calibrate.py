@@ -1,9 +1,10 @@
 """What may be reused of this model, and how far? The measurement behind `looseleaf calibrate`.
 
 Held-out drawings and questions about them, of which only the model's own answers matter: each is computed in full, then
-reached by blind reuse, by computing each image's first tokens, and by patches of several shares and depths; then by
-patches of another prompt that differs in one way. Along re-prefill's answer: KL, and answers that change. Works for any
-model that can be opened; one not trained on the drawings may answer nonsense, which is compared all the same.
+reached by blind reuse, by computing each image's first tokens, and by patches of several shares. The smallest patch
+that closes enough is tried without the shallow layers, and in other prompts that differ in one way. Along re-prefill's
+answer: KL, and answers that change. Works for any model that can be opened; one not trained on the drawings may answer
+nonsense, which is compared all the same.
 """
 
 from __future__ import annotations
@@ -69,11 +70,13 @@ def calibrate(
     if not ll.adapter.sees_images:
         bounds, every, drifting = replace(bounds, counts=(2,)), [CONTROL], [CONTROL]  # two pages of words
     asking = Asking(count=count, seed=seed, tell=tell)
-    arms = _arms(ll, bounds, every, asking)
+    arms = _arms(ll, bounds, every, (1, 2), asking, [(share, 0.0) for share in SHARES])
     ways = {name: loss(arms[name], arms[BLIND]) for name in arms if name not in (BLIND, NOISE)}
     share = next((one for one in SHARES if _enough(ways[_of_share(one)])), SHARES[-1])
-    layers = len(ll.adapter.layout.layers)
-    from_layer = _from_layer(ways, share, layers)
+    deep_arms = _arms(ll, bounds, every, (2,), asking, [(share, depth) for depth in (0.0, *DEPTHS)])
+    deep = {name: loss(deep_arms[name], deep_arms[BLIND]) for name in deep_arms}
+    from_layer = _from_layer(deep, share, len(ll.adapter.layout.layers))
+    ways |= {_of_share(share, depth): deep[_of_share(share, depth)] for depth in DEPTHS}
     drifts, harmed, survivors = _drifts(ll, bounds, drifting, asking, PatchForm(share=share, from_layer=from_layer))
     return Calibration(
         model=ll.adapter.name, fingerprint=ll.adapter.fingerprint, dtype=ll.dtype,
@@ -97,29 +100,31 @@ def _changed(one: Arm) -> bool:
     return one.changed and one.kl > TIE
 
 
-def _arms(ll: Looseleaf, bounds: Bounds, asked: Sequence[str], asking: Asking) -> dict[str, list[Arm]]:
-    """Every way over all questions."""
+def _arms(
+    ll: Looseleaf, bounds: Bounds, asked: Sequence[str], hops: Sequence[int], asking: Asking,
+    forms: Sequence[tuple[float, float]],
+) -> dict[str, list[Arm]]:  # fmt: skip
+    """Every way over all questions; forms: shares and depths of patches."""
     (found,) = by_cell(
         Outcome(cell=None, arms=arms)
         for task in asked
-        for hops in (1, 2)
-        for _, some in rounds(bounds, task, hops, asking)
-        for arms in _ask(ll, some)
+        for number in hops
+        for _, some in rounds(bounds, task, number, asking)
+        for arms in _ask(ll, some, forms)
     ).values()
     return found
 
 
-def _ask(ll: Looseleaf, some: Sequence[Item]) -> list[dict[str, Arm]]:
+def _ask(ll: Looseleaf, some: Sequence[Item], forms: Sequence[tuple[float, float]]) -> list[dict[str, Arm]]:
     cases = make_cases(ll, some)
     tries = []
     for case in cases:
         ways: dict[str, Try] = {BLIND: Try(policy=FullReuse()), "first-k:32": Try(policy=FirstK(k=32))}
-        whole = {at: patch_of(one, case.alone[at], share=1.0) for at, one in case.deficits.items()}
-        for share in SHARES:
-            ways[_of_share(share)] = Try(patches=_cut(whole, share, 0))
-            for depth in DEPTHS:
-                from_layer = _layer(depth, len(ll.adapter.layout.layers))
-                ways[_of_share(share, depth)] = Try(patches=_cut(whole, share, from_layer))
+        most = max(share for share, _ in forms)
+        whole = {at: patch_of(one, case.alone[at], share=most) for at, one in case.deficits.items()}
+        for share, depth in forms:
+            from_layer = _layer(depth, len(ll.adapter.layout.layers))
+            ways[_of_share(share, depth)] = Try(patches=_cut(whole, share, from_layer))
         ways[NOISE] = _again(ll, case)
         tries.append(ways)
     return try_all(ll, cases, tries)
@@ -188,9 +193,8 @@ def _allowed(drifts: Mapping[str, Loss], harmed: Mapping[str, int]) -> str:
 
 
 def rows_of(found: Calibration) -> list[dict[str, Any]]:
-    """A calibration as a table: shares and depths that were not chosen are left out."""
-    kept = {name: one for name, one in found.ways.items() if "layers" not in name or f"{found.share:.0%}," in name}
-    named = {**kept, **{f"drift: {name}": one for name, one in found.drifts.items()}}
+    """A calibration as a table."""
+    named = {**found.ways, **{f"drift: {name}": one for name, one in found.drifts.items()}}
     if found.survivors is not None:
         named["rows kept when one in front is gone"] = found.survivors
     return [
