@@ -1,14 +1,16 @@
-"""What shape has that which reuse loses? Five looks at the deficit of a chunk, behind the figures of two papers.
+"""What shape has that which reuse loses? Looks at the deficit of a chunk, behind the figures of two papers.
 
 The deficit is a chunk's KV computed in context less the one stored for it, keys un-rotated (Kamera §2, §4): how deep it
-lies, over how many tokens it spreads, in how few directions; and for the first-k family of policies, which tokens later
-ones attend to and whose keys are furthest off (InfoBlend's insights 2 and 3). Plain functions over KV rows; `measure`
-takes the rows from a running system, `plot` draws. Nothing here asks a question or counts an answer.
+lies, what of it comes from the place alone, over how many tokens and heads it spreads, in how few directions, how many
+of the keys in front a chunk looks at; and for the first-k family of policies, which tokens later ones attend to and
+whose keys are furthest off (InfoBlend's insights 2 and 3). Plain functions over KV rows; `measure` takes the rows from
+a running system, `plot` draws. Nothing here asks a question or counts an answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
-from torch.nn.functional import adaptive_avg_pool1d
+from torch.nn.functional import adaptive_avg_pool1d, adaptive_avg_pool2d
 
 from looseleaf.engine.request import Request
 from looseleaf.kv.attention import Capture
@@ -26,6 +28,7 @@ from looseleaf.link.linker import Keep
 from looseleaf.link.policies import Reprefill
 from looseleaf.patch.deficit import Deficit, find_deficit, wide
 from looseleaf.prompt.chunks import Prompt, Span
+from looseleaf.prompt.segments import Segment
 from looseleaf.system import Looseleaf
 
 PARTS = 16
@@ -34,6 +37,14 @@ RANKS = 32
 """Directions a curve goes up to."""
 FELT = 0.05
 """Layers whose deficit is a smaller share of their KV than this have no rank worth averaging."""
+SHOWN_RANKS = (1, 2, 4, 8, 16, 32)
+"""Directions whose share of the energy is kept layer by layer."""
+TILES = 12, 8
+"""Parts of tokens and of features a layer's map has."""
+CHOSEN = 0.25
+"""Of the tokens, chosen by one layer's deficit."""
+ELSEWHERE = 64
+"""Positions a chunk is moved by to see what the place alone does."""
 
 
 def relative_by_layer(deltas: Sequence[Tensor], energy: Sequence[Tensor]) -> list[float]:
@@ -65,6 +76,27 @@ def needed(energy: Tensor, share: float) -> int:
     return int((carried(energy) < share * (1 - 1e-9)).sum()) + 1
 
 
+def chosen_by_layer(deficit: Deficit, share: float = CHOSEN) -> list[float]:
+    """Energy of all layers in the tokens that one layer would choose by its keys, layer by layer; first without."""
+    energy = token_energy(deficit)
+    count = round(share * len(energy))
+    picks = [delta.square().sum(1).topk(count).indices for delta in deficit.keys[1:]]
+    return [float(energy[pick].sum() / energy.sum().clamp_min(1e-30)) for pick in picks]
+
+
+def heads_carry(deltas: Sequence[Tensor], heads: int) -> list[float]:
+    """Share of a layer's energy that its best 1, 2, 3 … heads carry, mean over layers."""
+    layers = [carried(delta.view(len(delta), heads, -1).square().sum((0, 2))) for delta in deltas[1:]]
+    return torch.stack(layers).mean(0).tolist()
+
+
+def tile(delta: Tensor, whole: Tensor) -> list[list[float]]:
+    """A layer's deficit by parts of tokens and features: its root mean square over the layer's."""
+    size = (whole / delta.numel()).sqrt().clamp_min(1e-30)
+    pooled: Tensor = adaptive_avg_pool2d(delta.square()[None], TILES)[0].sqrt() / size
+    return pooled.tolist()
+
+
 def key_distance(conditioned: KVRows, blind: KVRows) -> Tensor:
     """[token]: L1 distance of a token's two un-rotated keys, over the mean size of a key, mean over layers."""
     layers = []
@@ -86,47 +118,80 @@ def first_share(score: Tensor, share: float = 0.25) -> float:
     return float(score[: round(share * len(score))].sum() / score.sum().clamp_min(1e-30))
 
 
-def measure(ll: Looseleaf, prompt: Prompt, span: Span) -> dict[str, Any]:
-    """All five looks at one stored chunk of a prompt."""
-    conditioned, mass = in_context(ll, prompt, span)
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """What is looked at of one chunk of a prompt."""
+
+    conditioned: KVRows
+    """Its rows in context, keys un-rotated."""
+    alone: KVRows
+    elsewhere: KVRows
+    """Alone at another place."""
+    mass: Tensor
+    """[token]: attention that all later tokens pay it."""
+    links: Tensor
+    """[slot in front]: attention that its tokens pay there."""
+
+
+def measure(ll: Looseleaf, prompt: Prompt, span: Span, segment: Segment) -> dict[str, Any]:
+    """Every look at one stored chunk of a prompt; `segment` is what it was made of."""
     assert span.chunk is not None
     record = ll.store.get(ll.linker.keys.kv(span.chunk))
     assert isinstance(record, ChunkKV), "the chunk is not stored: there is nothing to compare with"
-    return describe(conditioned, record.rows, mass)
+    rows, mass = in_context(ll, prompt, span)
+    moved = ll.builder.build([segment, "?"], start_pos=ELSEWHERE)
+    elsewhere, _ = in_context(ll, moved, moved.chunks[0])
+    links = attention(ll, prompt, span.stop, span.start)[: span.start]
+    return describe(Look(conditioned=rows, alone=record.rows, elsewhere=elsewhere, mass=mass, links=links))
+
+
+def in_context(ll: Looseleaf, prompt: Prompt, span: Span) -> tuple[KVRows, Tensor]:
+    """A chunk's rows computed in this prompt, keys un-rotated, and the attention [token] all later tokens pay it."""
+    rows = KVRows(ll.adapter.layout, len(span), ll.adapter.device)
+    mass = attention(ll, prompt, len(prompt), span.stop, Capture(rows=rows, first=span.start))
+    return rows, mass[span.start : span.stop]
 
 
 @torch.inference_mode()
-def in_context(ll: Looseleaf, prompt: Prompt, span: Span) -> tuple[KVRows, Tensor]:
-    """A chunk's rows computed in this prompt, keys un-rotated, and the attention [token] all later tokens pay it."""
+def attention(ll: Looseleaf, prompt: Prompt, stop: int, first: int, capture: Capture | None = None) -> Tensor:
+    """[slot]: attention that a prompt's tokens from `first` on, up to `stop`, pay to each slot."""
     plan = ll.engine.plan(Request(prompt=prompt, policy=Reprefill()))
     linked = ll.linker.link(prompt, plan, capacity=len(prompt), keep=Keep())
-    lane = linked.take(len(prompt))
-    rows = KVRows(ll.adapter.layout, len(span), ll.adapter.device)
-    lane.capture = Capture(rows=rows, first=span.start, mass_from=span.stop)
+    lane = linked.take(stop)
+    lane.capture = capture or Capture()
+    lane.capture.mass_from = first
     ll.adapter.decoder.run([lane])
     linked.release()
     assert lane.capture.mass is not None
-    return rows, lane.capture.mass[span.start : span.stop].cpu()
+    return lane.capture.mass.cpu()
 
 
-def describe(conditioned: KVRows, blind: KVRows, mass: Tensor) -> dict[str, Any]:
-    """The five looks as numbers. mass [token]: attention paid to each."""
-    deficit = find_deficit(conditioned, blind)
-    energy, distance = token_energy(deficit), key_distance(conditioned, blind)
-    tokens = len(energy)
+def describe(look: Look) -> dict[str, Any]:
+    """The looks as numbers."""
+    deficit, moved = find_deficit(look.conditioned, look.alone), find_deficit(look.elsewhere, look.alone)
+    energy, distance = token_energy(deficit), key_distance(look.conditioned, look.alone)
+    tokens, heads = len(energy), look.alone.layout.layers[0].keys.heads
     curve = np.interp(np.linspace(0, tokens, 21), np.arange(tokens + 1), [0.0, *carried(energy).tolist()])
     found: dict[str, Any] = {
         "tokens": tokens,
         "keys_by_layer": relative_by_layer(deficit.keys, deficit.key_energy),
         "values_by_layer": relative_by_layer(deficit.values, deficit.value_energy),
+        "position_by_layer": relative_by_layer(moved.keys, moved.key_energy),
         "tokens_50": needed(energy, 0.5) / tokens,
         "tokens_90": needed(energy, 0.9) / tokens,
         "energy_by_tokens": curve.tolist(),
-        "attention_by_position": by_position(mass),
-        "attention_first_quarter": first_share(mass),
+        "chosen_by_layer": chosen_by_layer(deficit),
+        "chosen_by_oracle": float(carried(energy)[round(CHOSEN * tokens) - 1]),
+        "links": len(look.links),
+        "links_90": needed(look.links, 0.9),
+        "map": [tile(delta, whole) for delta, whole in zip(deficit.keys, deficit.key_energy, strict=True)],
+        "attention_by_position": by_position(look.mass),
+        "attention_first_quarter": first_share(look.mass),
         "distance_by_position": by_position(distance),
         "distance_first_quarter": first_share(distance),
     }
+    if heads > 1:
+        found["energy_by_heads"] = heads_carry(deficit.keys, heads)
     for name, deltas in (("keys", deficit.keys), ("values", deficit.values)):
         found |= _ranks(name, deltas, found[f"{name}_by_layer"])
     return found
@@ -134,10 +199,12 @@ def describe(conditioned: KVRows, blind: KVRows, mass: Tensor) -> dict[str, Any]
 
 def _ranks(name: str, deltas: Sequence[Tensor], relative: Sequence[float]) -> dict[str, Any]:
     """Rank for some shares of the energy, and the energy by rank: means over the layers that have a deficit."""
-    energies = [direction_energy(delta) for delta, share in zip(deltas, relative, strict=True) if share >= FELT]
+    every = [direction_energy(delta) for delta in deltas]
+    by_layer = [[float(carried(one)[min(rank, len(one)) - 1]) for rank in SHOWN_RANKS] for one in every]
+    found: dict[str, Any] = {f"{name}_carried_by_layer": by_layer}
+    energies = [one for one, share in zip(every, relative, strict=True) if share >= FELT]
     if not energies:
-        return {}
-    found: dict[str, Any] = {}
+        return found
     for share in (50, 90, 99):
         found[f"{name}_rank_{share}"] = sum(needed(one, share / 100) for one in energies) / len(energies)
     curves = torch.ones(len(energies), RANKS, dtype=torch.float64)
@@ -152,10 +219,7 @@ def average(shapes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Means over chunks, number by number; a number some chunks lack is the mean over those that have it."""
     found: dict[str, Any] = {"chunks": len(shapes)}
     for key in dict.fromkeys(key for shape in shapes for key in shape):
-        table = torch.tensor([shape[key] for shape in shapes if key in shape], dtype=torch.float64)
-        found[key] = (
-            [round(one, 4) for one in table.mean(0).tolist()] if table.dim() > 1 else round(float(table.mean()), 4)
-        )
+        found[key] = np.mean([shape[key] for shape in shapes if key in shape], axis=0).round(4).tolist()
     return found
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from looseleaf.bench import deficit
@@ -174,6 +175,7 @@ def score(arms: Mapping[str, Sequence[Arm]]) -> dict[str, dict[str, Any]]:
             "low": low,
             "high": high,
             "kl": kl[arm],
+            "kl_by_tenths": np.quantile([one.kl for one in each], np.linspace(0, 1, 11)).round(6).tolist(),
             "eta": closed(kl[arm], kl[BLIND], kl.get(NOISE, 0.0)),
             "changed": sum(one.changed for one in each),
             "flips": len(flips),
@@ -231,15 +233,15 @@ def analyse(ll: Looseleaf, asking: Asking) -> list[tuple[str, dict[str, Any]]]:
         for _, some in rounds(bounds_of(ll), task, 2, asking):
             for item in some:
                 ll.warm(item.chunks)
-                prompt = ll.builder.build(item.prompt)
-                found.append((task, deficit.measure(ll, prompt, prompt.chunks[max(item.question.needs)])))
+                prompt, last = ll.builder.build(item.prompt), max(item.question.needs)
+                found.append((task, deficit.measure(ll, prompt, prompt.chunks[last], item.chunks[last])))
     return found
 
 
 def digest(shapes: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """What the shapes come to, over the tasks with pictures."""
     asked = [shape for task, shape in shapes.items() if task != CONTROL]
-    keys = ("tokens_50", "tokens_90", "keys_rank_90", "values_rank_90", "attention_first_quarter",
+    keys = ("tokens_50", "tokens_90", "keys_rank_90", "values_rank_90", "links_90", "attention_first_quarter",
             "distance_first_quarter")  # fmt: skip
     found = {key: [one[key] for one in asked if key in one] for key in keys}
     return {f"deficit_{key}": sum(each) / len(each) for key, each in found.items() if each}

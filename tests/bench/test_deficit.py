@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -32,11 +33,32 @@ def moved(blind: KVRows, delta: torch.Tensor) -> KVRows:
     return KVRows.of_views(blind.layout, [one + heads for one in blind.keys], [one + heads for one in blind.values])
 
 
+def look(conditioned: KVRows, alone: KVRows) -> deficit.Look:
+    """Rows in context and alone, with attention spread evenly."""
+    even = torch.ones(TOKENS)
+    return deficit.Look(conditioned=conditioned, alone=alone, elsewhere=alone, mass=even, links=even)
+
+
 def test_equal_rows_have_no_deficit() -> None:
-    found = deficit.describe(rows(0), rows(0), torch.ones(TOKENS))
+    found = deficit.describe(look(rows(0), rows(0)))
     assert found["keys_by_layer"] == found["values_by_layer"] == [0.0] * LAYERS
     assert found["tokens_50"] == found["tokens_90"] == 0
     assert "keys_rank_90" not in found
+    assert found["position_by_layer"] == [0.0] * LAYERS
+    assert found["links_90"] == pytest.approx(0.9 * TOKENS)
+
+
+def test_heads_and_tiles_show_where_it_lies() -> None:
+    delta = torch.zeros(TOKENS, HEADS * DIM)
+    delta[: TOKENS // 2, :DIM] = 1.0
+    found = deficit.describe(look(moved(rows(0), delta), rows(0)))
+    assert found["energy_by_heads"] == [1.0, 1.0], "one head has all of it"
+    layer = torch.tensor(found["map"][1])
+    tokens, features = deficit.TILES
+    assert bool((layer[: tokens // 2, : features // 2] > 0).all())
+    assert not layer[tokens // 2 + 1 :].any()
+    assert not layer[:, features // 2 :].any()
+    assert found["chosen_by_oracle"] == pytest.approx(0.5, abs=0.05)
 
 
 def test_rows_against_nothing_are_all_deficit() -> None:
@@ -105,12 +127,17 @@ def test_a_chunk_that_stands_at_home_has_no_deficit_and_the_next_one_has(
 ) -> None:
     ll = opened(family)
     prompt = ll.builder.build(prompt_of(ll))
-    first, second = (deficit.measure(ll, prompt, span) for span in prompt.chunks)
+    pages = prompt_of(ll)[:2]
+    first, second = (deficit.measure(ll, prompt, *pair) for pair in zip(prompt.chunks, pages, strict=True))
     assert max(first["keys_by_layer"] + first["values_by_layer"]) < 1e-4
     assert second["keys_by_layer"][0] < 1e-4, "layer 0 sees no other token before its keys are made"
     assert second["keys_by_layer"][-1] > 0.01
     assert second["tokens"] == len(prompt.chunks[1])
     assert 0 < second["tokens_50"] <= second["tokens_90"] <= 1
+    assert max(second["position_by_layer"]) < 1e-4, "the place alone changes nothing"
+    assert 0 < second["links_90"] <= second["links"] == prompt.chunks[1].start
+    assert 0 < second["chosen_by_layer"][-1] <= second["chosen_by_oracle"] + 1e-9
+    assert ("energy_by_heads" in second) == (family != "kimi_k25")
 
 
 def test_attention_of_later_tokens_stays_below_one_a_row(opened: Callable[..., Looseleaf]) -> None:
@@ -125,10 +152,11 @@ def test_attention_of_later_tokens_stays_below_one_a_row(opened: Callable[..., L
 
 
 def test_averages_keep_curves_and_numbers_and_a_figure_is_drawn(tmp_path: Path) -> None:
-    shapes = [deficit.describe(rows(seed), rows(9), torch.ones(TOKENS)) for seed in (1, 2)]
+    shapes = [deficit.describe(look(rows(seed), rows(9))) for seed in (1, 2)]
     mean = deficit.average(shapes)
     assert mean["chunks"] == 2
     assert mean["tokens"] == TOKENS
     assert len(mean["keys_by_layer"]) == LAYERS
+    assert np.shape(mean["map"]) == (LAYERS, *deficit.TILES)
     deficit.plot({"a model": {"a task": mean}}, tmp_path / "deficit.png")
     assert (tmp_path / "deficit.png").stat().st_size > 1000
