@@ -42,7 +42,7 @@ class Results:
         return [row for row in rows if all(row[key] == value for key, value in where.items())]
 
     def shapes(self) -> dict[str, dict[str, dict[str, Any]]]:
-        """model → task → what the deficit looks like; tasks with pictures only."""
+        """By model and task: what the deficit looks like; tasks with pictures only."""
         found = {}
         for run in self.runs["reuse"]:
             for model, tasks in run["details"]["deficit"].items():
@@ -64,6 +64,17 @@ def pooled(rows: Sequence[Row]) -> dict[str, float]:
     count = sum(row["n"] for row in rows)
     found = {key: sum(row[key] * row["n"] for row in rows) / count for key in ("accuracy", "kl")}
     return found | {key: sum(row[key] for row in rows) for key in ("changed", "flips", "restored", "n")}
+
+
+def multi_hop(results: Results) -> tuple[list[str], Callable[[str, str], list[float]]]:
+    """Models of bench reuse, and a number of an arm for each over its multi-hop questions about pictures."""
+    models = results.models("reuse")
+    rows = [row for row in results.rows("reuse", hops=2) if row["task"] != CONTROL]
+
+    def over(arm: str, key: str) -> list[float]:
+        return [pooled([row for row in rows if (row["model"], row["policy"]) == (model, arm)])[key] for model in models]
+
+    return models, over
 
 
 def panels(across: int, down: int = 1, *, height: float = 3.6) -> tuple[Figure, Any]:
@@ -99,8 +110,8 @@ def figure_3(results: Results) -> Figure:
         line[1].plot(mean(shapes, "position_by_layer"), "k:", label="keys, another place alone")
         line[1].set(xlabel="layer", title="share of the KV it makes up")
         names = list(shapes)
-        bars(line[2], names, {"keys in front": [shapes[one]["links"] for one in names],
-                              "that get 90 % of the chunk's attention": [shapes[one]["links_90"] for one in names]})  # fmt: skip
+        counts = {"in front": "links", "with 90 % of the chunk's attention": "links_90"}
+        bars(line[2], names, {label: [shapes[one][key] for one in names] for label, key in counts.items()})
         line[2].set_title("keys of the antecedent")
         for axes in line:
             axes.legend(frameon=False, fontsize=7)
@@ -149,24 +160,22 @@ def figure_6(results: Results) -> Figure:
 def figure_7(results: Results) -> Figure:
     """A patch against caches that compute tokens again, on questions that need several images."""
     figure, ((closed, restored, residual),) = panels(3, height=4.2)
-    models = results.models("reuse")
+    models, over = multi_hop(results)
     every = {**TOKENS, **PATCHES}
-    rows = [row for row in results.rows("reuse", hops=2) if row["task"] != CONTROL]
-    found = {(model, arm): pooled([row for row in rows if row["model"] == model and row["policy"] == arm])
-             for model in models for arm in (*every, "full-reuse")}  # fmt: skip
-    bars(closed, models, {label: [1 - found[model, arm]["kl"] / found[model, "full-reuse"]["kl"] for model in models]
+    blind = over("full-reuse", "kl")
+    bars(closed, models, {label: [1 - one / other for one, other in zip(over(arm, "kl"), blind, strict=True)]
                           for arm, label in every.items()})  # fmt: skip
     closed.set(title="share of the KL closed, η", ylim=(min(0, closed.get_ylim()[0]), 1.02))
-    bars(restored, models, {label: [found[model, arm]["restored"] / max(1, found[model, arm]["flips"])
-                                    for model in models] for arm, label in every.items()})  # fmt: skip
+    flips = over("full-reuse", "flips")
+    bars(restored, models, {label: [one / max(1, flip) for one, flip in zip(over(arm, "restored"), flips, strict=True)]
+                            for arm, label in every.items()})  # fmt: skip
     restored.set(title="answers blind reuse changes, restored", ylim=(0, 1.02))
+    rows = [row for row in results.rows("reuse", hops=2) if row["task"] != CONTROL]
     for arm, label in {"full-reuse": "blind", **every}.items():
         tenths = np.mean([row["kl_by_tenths"] for row in rows if row["policy"] == arm], axis=0)
         residual.plot(np.linspace(0, 1, 11), tenths, label=label, color="k" if arm == "full-reuse" else None,
                       linestyle="-" if "patch" in arm else "--")  # fmt: skip
-    residual.set(
-        yscale="symlog", xlabel="share of questions", ylabel="KL, nats", title="what is left, question by question"
-    )
+    residual.set(xlabel="share of questions", ylabel="KL, nats", title="what is left, question by question")
     residual.set_yscale("symlog", linthresh=1e-3)
     closed.legend(frameon=False, fontsize=7)
     residual.legend(frameon=False, fontsize=7)
@@ -205,11 +214,9 @@ def figure_9(results: Results) -> Figure:
                       color=f"C{number}", label=model)  # fmt: skip
     energy.set(xlabel="rank", ylim=(0, 1.02), title="energy of the deficit of keys")
     recovery.set(xlabel="rank", ylim=(0, 1.02), title="flips a patch restores")
-    models = results.models("reuse")
-    rows = [row for row in results.rows("reuse", hops=2) if row["task"] != CONTROL]
-    series = {"re-prefill": "reprefill", "blind reuse": "full-reuse", "patch, 25 %": "patch 25%"}
-    bars(gap, models, {label: [pooled([row for row in rows if (row["model"], row["policy"]) == (model, arm)])["accuracy"]
-                               for model in models] for label, arm in series.items()})  # fmt: skip
+    models, over = multi_hop(results)
+    arms = {"re-prefill": "reprefill", "blind reuse": "full-reuse", "patch, 25 %": "patch 25%"}
+    bars(gap, models, {label: over(arm, "accuracy") for label, arm in arms.items()})
     gap.set(ylim=(0, 1.02), title="multi-hop accuracy")
     for axes in (energy, recovery, gap):
         axes.legend(frameon=False, fontsize=7)
@@ -217,7 +224,7 @@ def figure_9(results: Results) -> Figure:
 
 
 def figure_10(results: Results) -> Figure:
-    """Images and clips lose and recover; pages of text, and questions that connect two pages themselves, hardly lose."""
+    """Images and clips lose and recover; pages of text, and questions that name what joins two pages, hardly lose."""
     figure, ((lost, right),) = panels(2, height=4)
     tasks = [task for task in KINDS if results.rows("reuse", task=task)]
     labels = [f"{task.replace(' as text', '')}\n({KINDS[task]})" for task in tasks]
@@ -239,12 +246,7 @@ def figure_10(results: Results) -> Figure:
 def figure_12(results: Results) -> Figure:
     """What is left after rotation and patch, over models; relocation over rotary forms; answers."""
     figure, ((left, exact, answers),) = panels(3, height=4)
-    models = results.models("reuse")
-    rows = [row for row in results.rows("reuse", hops=2) if row["task"] != CONTROL]
-
-    def over(arm: str, key: str) -> list[float]:
-        return [pooled([row for row in rows if (row["model"], row["policy"]) == (model, arm)])[key] for model in models]
-
+    models, over = multi_hop(results)
     arms = {"blind": "full-reuse", "patch, 25 %": "patch 25%", "noise of moving": "reprefill, moved"}
     bars(left, models, {label: over(arm, "kl") for label, arm in arms.items()})
     left.set(yscale="log", ylabel="KL, nats", title="the answer's distribution")
