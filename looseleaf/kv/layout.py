@@ -98,6 +98,11 @@ class KVRows:
             mine.copy_(own)
         return rows
 
+    @cached_property
+    def addresses(self) -> Tensor:
+        """[keys or values, layer]: where the planes begin in memory, on the rows' device, for kernels."""
+        return torch.tensor([[one.data_ptr() for one in planes] for planes in (self.keys, self.values)]).to(self.device)
+
     @property
     def nbytes(self) -> int:
         """Bytes held."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 from looseleaf.kv.layout import KVRows
@@ -115,6 +117,16 @@ class Patch:
     def nbytes(self) -> int:
         """Bytes held."""
         return sum(one.nbytes for one in (*self.keys, *self.values) if one is not None)
+
+    @cached_property
+    def addresses(self) -> Tensor:
+        """[keys or values, left or right, layer]: where factors begin in memory, 0 for none, on their device."""
+        found = [
+            [[0 if one is None else getattr(one, side).data_ptr() for one in planes] for side in ("left", "right")]
+            for planes in (self.keys, self.values)
+        ]
+        device = next((one.left.device for one in (*self.keys, *self.values) if one is not None), None)
+        return torch.tensor(found).to(device)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

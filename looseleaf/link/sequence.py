@@ -18,12 +18,12 @@ from looseleaf.kv.layout import KVRows
 from looseleaf.kv.pool import Seat, SlabPool
 from looseleaf.kv.records import Features, Patch
 from looseleaf.kv.table import SlotTable
+from looseleaf.link.bind import Bound, binder
 from looseleaf.link.oracle import most_deviating
 from looseleaf.link.plan import Plan, Rows, flatten
 from looseleaf.model.adapter import Adapter
 from looseleaf.model.lane import Deep, Entry, Lane
 from looseleaf.model.rotary import rotate, unrotate
-from looseleaf.patch.form import put_on
 from looseleaf.prompt.chunks import Prompt, Span
 
 
@@ -115,7 +115,7 @@ class Linked:
         return end
 
     def _binder(self) -> Callable[[int], None]:
-        """A function that puts a layer's stored rows into the table: patched, keys rotated once, values copied."""
+        """A function that puts a layer's stored rows into the table."""
         spans = [span for span, _ in self.sources]
         places = [
             self.positions[:, span.start : span.stop] if self.plan.relocate
@@ -123,31 +123,15 @@ class Linked:
             for span in spans
         ]  # fmt: skip
         phase = self.adapter.decoder.phase(torch.cat(places, dim=1))
-        form, table, at = self.adapter.decoder.form, self.table.rows, 0
-        bound = []
-        for span, rows in self.sources:
-            patch = self.patches.get(span.start)
-            bound.append((slice(span.start, span.stop), rows, patch, phase[at : at + len(span)]))
-            at += len(span)
-
-        rooms: dict[torch.Size, Tensor] = {}
+        bound = [
+            Bound(slots=slice(span.start, span.stop), rows=rows, patch=self.patches.get(span.start))
+            for span, rows in self.sources
+        ]
+        put_in = binder(self.table.rows, bound, phase, self.adapter.decoder.form)
 
         def bind(layer: int) -> None:
             started = time.perf_counter()
-            keys, values = table.keys[layer], table.values[layer]
-            for slots, rows, patch, turned in bound:
-                own_keys, own_values = rows.keys[layer], rows.values[layer]
-                added = (patch.keys[layer], patch.values[layer]) if patch is not None else (None, None)
-                if added[0] is not None:
-                    if own_keys.shape not in rooms:
-                        rooms[own_keys.shape] = torch.empty_like(own_keys)
-                    room = rooms[own_keys.shape]
-                    own_keys = put_on(added[0], own_keys, out=room)
-                rotate(own_keys, turned, form, out=keys[:, slots])
-                if added[1] is not None:
-                    put_on(added[1], own_values, out=values[:, slots])
-                else:
-                    values[:, slots].copy_(own_values)
+            put_in(layer)
             self.stages.link_s += time.perf_counter() - started
 
         return bind
