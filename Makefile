@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.installed
 
-.PHONY: help demo test check format readme bench install clean
+.PHONY: help demo test check format readme figures bench install clean
 
 help:
 	@echo "make demo    install, then show looseleaf at work on the embedded model"
@@ -12,6 +12,7 @@ help:
 	@echo "make check   formatting, lint, types, layering"
 	@echo "make format  rewrite files the way the checks want them"
 	@echo "make readme  rewrite the generated parts of the README"
+	@echo "make figures draw the Kamera paper's figures from bench/results into docs/kamera"
 	@echo "make bench   run the benches (BENCH='exact ttft', QUICK=1 for a minute each)"
 	@echo "make clean   remove what make installed and built"
 
@@ -39,6 +40,9 @@ check: $(INSTALLED)
 
 readme: $(INSTALLED)
 	$(BIN)/python tools/readme.py
+
+figures: $(INSTALLED)
+	$(BIN)/python tools/figures.py
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

@@ -40,7 +40,8 @@ BENCHES = {"exact": "does reuse machinery change anything when it must not?",
            "reorder": "does one orbit patch serve every order?",
            "envelope": "how far may an antecedent drift before a patch harms?",
            "window": "what do a window's survivors and returning pages need?",
-           "amortize": "after how many reuses is a patch paid?"}  # fmt: skip
+           "amortize": "after how many reuses is a patch paid?",
+           "segment": "how fast is a stored segment bound, beside computing it?"}  # fmt: skip
 COUNTING = ("reuse", "rank", "reorder", "envelope", "window")
 """Benches that ask questions of trained models."""
 

@@ -243,6 +243,32 @@ def figure_10(results: Results) -> Figure:
     return figure
 
 
+def figure_11(results: Results) -> Figure:
+    """What binding costs beside computing, by length of the segment; and when a patch is paid."""
+    figure, ((alone, whole, paid),) = panels(3, height=4)
+    rows = results.rows("segment")
+    tokens = [row["tokens"] for row in rows]
+    segment = {"prefill": "computed", "patched_link": "bound, patched", "copy": "floor: KV read and written once"}
+    first = {"ttft_reprefill": "computed", "ttft_patched": "patched", "weights": "floor: weights read once"}
+    for axes, arms in ((alone, segment), (whole, first)):
+        for arm, label in arms.items():
+            style = "k:" if arm in ("copy", "weights") else "o-"
+            axes.plot(tokens, [row[f"{arm}_ms"] for row in rows], style, label=label)
+        axes.set(xscale="log", yscale="log", xlabel="tokens of the segment")
+        axes.set_xticks(tokens, [str(one) for one in tokens])
+    alone.set_title("a segment alone, ms")
+    whole.set_title("to the first token, ms")
+    reuses = np.arange(11)
+    for number, row in enumerate(results.rows("amortize", unit="seconds")):
+        before, colour = row["re-prefill"] + row["alone"] + row["forming"], f"C{number}"
+        paid.plot(reuses, row["re-prefill"] * (1 + reuses), "--", color=colour, label=f"{row['dtype']}: re-prefill")
+        paid.plot(reuses, before + row["patched"] * reuses, "o-", color=colour, label=f"{row['dtype']}: patched")
+    paid.set(xlabel="reuses", title="seconds in all")
+    for axes in (alone, whole, paid):
+        axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
 def figure_12(results: Results) -> Figure:
     """What is left after rotation and patch, over models; relocation over rotary forms; answers."""
     figure, ((left, exact, answers),) = panels(3, height=4)
@@ -268,7 +294,7 @@ def figure_12(results: Results) -> Figure:
 
 FIGURES: dict[str, Callable[[Results], Figure]] = {
     "figure-3": figure_3, "figure-5": figure_5, "figure-6": figure_6, "figure-7": figure_7, "figure-8": figure_8,
-    "figure-9": figure_9, "figure-10": figure_10, "figure-12": figure_12,
+    "figure-9": figure_9, "figure-10": figure_10, "figure-11": figure_11, "figure-12": figure_12,
 }  # fmt: skip
 
 

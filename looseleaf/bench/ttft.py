@@ -70,14 +70,14 @@ def time_model(
     reused = sum(len(span) for span in built.chunks)
     text = len(built) - reused
     arms: dict[str, Callable[[], float]] = {
-        "copy of the reused KV": _copy(ll, reused),
-        "transformers, all rows": _stock_rows(ll, len(built), 0),
-        "transformers, text rows": _stock_rows(ll, text, reused),
-        "transformers, text + 32 an image": _stock_rows(ll, text + 32 * IMAGES, reused - 32 * IMAGES),
+        "copy of the reused KV": copy_rows(ll, reused),
+        "transformers, all rows": stock_rows(ll, len(built), 0),
+        "transformers, text rows": stock_rows(ll, text, reused),
+        "transformers, text + 32 an image": stock_rows(ll, text + 32 * IMAGES, reused - 32 * IMAGES),
     }
     policies = {"reprefill": Reprefill(), "full-reuse": FullReuse(), "full-reuse two-step": FullReuse(two_step=True),
                 "first-k:32": FirstK(k=32), "patched 6%": Patched(share=0.06), "patched 25%": Patched()}  # fmt: skip
-    arms |= {name: _ours(ll, prompt, policy) for name, policy in policies.items()}
+    arms |= {name: first_token(ll, prompt, policy) for name, policy in policies.items()}
     for arm in arms.values():
         arm()
     taken: dict[str, list[float]] = {name: [] for name in arms}
@@ -122,7 +122,8 @@ def make_prompt(seed: int) -> list[Segment]:
     return [*(piece for pair in zip(words, images, strict=False) for piece in pair), words[-1]]
 
 
-def _ours(ll: Looseleaf, prompt: list[Segment], policy: Policy) -> Callable[[], float]:
+def first_token(ll: Looseleaf, prompt: list[Segment], policy: Policy) -> Callable[[], float]:
+    """Seconds from the moment the engine gets the request to its only token."""
     request = ll.request(prompt, policy=policy, max_tokens=1)
 
     def once() -> float:
@@ -148,7 +149,7 @@ def sync(ll: Looseleaf) -> None:
         torch.cuda.synchronize()
 
 
-def _stock_rows(ll: Looseleaf, rows: int, context: int) -> Callable[[], float]:
+def stock_rows(ll: Looseleaf, rows: int, context: int) -> Callable[[], float]:
     """Transformers' own decoder on `rows` rows behind `context` cached ones, down to the last row's logits."""
     parts, width = ll.adapter.decoder.parts, ll.adapter.model.config.get_text_config().hidden_size
     hidden = torch.randn(1, rows, width, dtype=ll.adapter.layout.dtype, device=ll.adapter.device)
@@ -168,7 +169,8 @@ def _stock_rows(ll: Looseleaf, rows: int, context: int) -> Callable[[], float]:
     return once
 
 
-def _copy(ll: Looseleaf, tokens: int) -> Callable[[], float]:
+def copy_rows(ll: Looseleaf, tokens: int) -> Callable[[], float]:
+    """Seconds to read and write the KV of so many tokens once."""
     count = tokens * ll.adapter.layout.row_bytes // ll.adapter.layout.dtype.itemsize
     source = torch.randn(count, device=ll.adapter.device).to(ll.adapter.layout.dtype)
     target = torch.empty_like(source)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from looseleaf.bench import segment
 from looseleaf.cli import main
 from looseleaf.model.tiny import build_tiny
 
@@ -46,4 +47,20 @@ def test_ttft_prints_every_key(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     ):  # fmt: skip
         assert all(summary[key][dtype] > 0 for dtype in ("float32", "bfloat16"))
     assert summary["tokens"]["float32"]["reused"] == 4 * 258
+    assert plot.stat().st_size > 1000
+
+
+def test_segment_prints_every_key(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segment, "SMOL", {})
+    monkeypatch.setattr(segment, "GRIDS", {16: (4, 4)})
+    plot = tmp_path / "segment.png"
+    assert main(["bench", "segment", "--quick", "--plot", str(plot)]) == 0
+    printed = last_line(capsys)
+    summary, (row,) = printed["summary"], printed["rows"]
+    assert isinstance(summary, dict)
+    for key in ("link_speedup", "patched_link_speedup", "link_over_floor", "ttft_speedup", "ttft_over_weights"):
+        assert all(value > 0 for value in summary[key].values())
+    assert row["tokens"] == 18
     assert plot.stat().st_size > 1000

@@ -45,6 +45,12 @@ def build_tiny(family: str, folder: Path, *, seed: int = 0, overrides: Mapping[s
     )
 
 
+def tiny_config(family: str, overrides: Mapping[str, Any]) -> Any:
+    """A family's config with other values, as in `build_tiny`, for a model that is never written."""
+    recipe = FAMILY[family]
+    return _make_config(recipe, recipe.config(build_tokenizer(recipe.vocabulary)), overrides)
+
+
 def write_folder(
     recipe: Family, folder: Path, *, tokenizer: Any, draw: Callable[[Any], None], overrides: Mapping[str, Any]
 ) -> Path:

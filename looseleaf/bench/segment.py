@@ -1,0 +1,197 @@
+"""How fast is a stored segment bound, beside computing it?
+
+A random-weight model of Qwen2.5-VL-7B's dimensions in bf16 (on a CPU one of SmolLM size), one image of 256 to 2,048
+tokens. The segment alone: its rows computed by transformers' own forward, against its stored rows bound into a table at
+another place, blind and with a patch of a quarter of its bytes; the floor is its KV read and written once. The whole
+time to the first token with a question of about 32 tokens behind it: computed, reused and patched; the floor is all
+weights read once at the speed a copy has. Everything alternates in one process; medians. Features are stored, so the
+vision tower is apart.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from PIL import Image as PILImages
+from transformers import AutoModelForImageTextToText
+
+from looseleaf.bench.report import BenchOptions, Report
+from looseleaf.bench.ttft import SMOL, copy_rows, first_token, stock_rows, sync
+from looseleaf.config import Config
+from looseleaf.engine.scheduler import EngineConfig
+from looseleaf.kv.layout import KVRows
+from looseleaf.kv.records import ChunkKV, Patch
+from looseleaf.link.bind import Bound, binder
+from looseleaf.link.policies import FullReuse, Patched, PatchForm, Reprefill
+from looseleaf.model.adapter import Adapter
+from looseleaf.model.family import family_of
+from looseleaf.model.probe import build_decoder
+from looseleaf.model.processors import load_processor
+from looseleaf.model.tiny import build_tiny
+from looseleaf.model.tiny.build import tiny_config
+from looseleaf.patch.form import form_patch
+from looseleaf.prompt.chunks import Span
+from looseleaf.prompt.segments import Image, Segment
+from looseleaf.system import Looseleaf
+
+FAMILY = "qwen2_5_vl"
+SEVEN_B = {
+    "text_config.num_hidden_layers": 28, "text_config.hidden_size": 3584, "text_config.num_attention_heads": 28,
+    "text_config.num_key_value_heads": 4, "text_config.intermediate_size": 18944, "text_config.vocab_size": 152064,
+    "text_config.rope_parameters": {"mrope_section": [16, 24, 24]}, "vision_config.out_hidden_size": 3584,
+}  # fmt: skip
+"""The text model of Qwen2.5-VL-7B; the vision tower stays small, as it is not timed."""
+GRIDS = {256: (16, 16), 512: (16, 32), 1024: (32, 32), 2048: (32, 64)}
+"""Merged patches down and across by tokens of an image."""
+SIDE = 28
+"""Pixels of a merged patch."""
+QUESTION = "What is there?"
+"""With the template's about 32 tokens."""
+FORM = PatchForm(share=0.25, from_layer=0)
+ROUNDS = 21
+
+
+def run(options: BenchOptions, tell: Callable[[str], None] = lambda stage: None) -> Report:
+    """A row for every length; the summary by length."""
+    report = Report(bench="segment", options=options)
+    on_gpu = options.device.startswith("cuda")
+    tell("making a random model")
+    sizes = SEVEN_B if on_gpu and not options.quick else SMOL
+    ll = open_random(options.device, sizes, "bfloat16" if on_gpu else "float32")
+    weights = sum(one.nbytes for one in ll.adapter.decoder.parts.layers.parameters())
+    weights += ll.adapter.decoder.parts.head.weight.nbytes
+    for tokens in tuple(GRIDS)[: 1 if options.quick else None]:
+        tell(f"{tokens} tokens")
+        report.rows.append(time_segment(ll, tokens, weights, options))
+    report.summary = {
+        "link_speedup": {row["tokens"]: row["prefill_ms"] / row["link_ms"] for row in report.rows},
+        "patched_link_speedup": {row["tokens"]: row["prefill_ms"] / row["patched_link_ms"] for row in report.rows},
+        "link_over_floor": {row["tokens"]: row["link_ms"] / row["copy_ms"] for row in report.rows},
+        "ttft_speedup": {row["tokens"]: row["ttft_reprefill_ms"] / row["ttft_patched_ms"] for row in report.rows},
+        "ttft_over_weights": {row["tokens"]: row["ttft_patched_ms"] / row["weights_ms"] for row in report.rows},
+        "parameters": sum(one.numel() for one in ll.adapter.model.parameters()),
+        "dtype": ll.dtype,
+    }
+    return report
+
+
+def open_random(device: str, sizes: dict[str, Any], dtype: str) -> Looseleaf:
+    """A model that is drawn on its device and never written."""
+    config = tiny_config(FAMILY, sizes)
+    with tempfile.TemporaryDirectory() as folder:
+        processor = load_processor(build_tiny(FAMILY, Path(folder)))
+    with torch.device(device):
+        model = AutoModelForImageTextToText.from_config(
+            config, dtype=getattr(torch, dtype), attn_implementation="sdpa"
+        ).eval()
+    decoder = build_decoder(model)
+    adapter = Adapter(model, processor, decoder, family_of(config.model_type), name="random", max_length=8192)
+    widest = max(rows * columns for rows, columns in GRIDS.values()) * SIDE**2
+    adapter.processor.image_processor.size = {"shortest_edge": SIDE**2, "longest_edge": widest}
+    # one pass for a whole prompt: a chunked prefill would be compared with an unchunked one
+    return Looseleaf(adapter, Config(engine=EngineConfig(max_rows=8192)))
+
+
+def time_segment(ll: Looseleaf, tokens: int, weights: int, options: BenchOptions) -> dict[str, Any]:
+    """One length: milliseconds by arm."""
+    rows, columns = GRIDS[tokens]
+    noise = np.random.default_rng(options.seed).integers(0, 255, (rows * SIDE, columns * SIDE, 3), dtype=np.uint8)
+    prompt: list[Segment] = ["See", Image(PILImages.fromarray(noise)), QUESTION]
+    ll.warm([prompt[1]])
+    built = ll.builder.build(prompt)
+    (span,) = built.chunks
+    stored, patch = _stored(ll, span)
+    arms: dict[str, Callable[[], float]] = {
+        "copy": copy_rows(ll, len(span)),
+        "prefill": stock_rows(ll, len(span), 0),
+        "link": _bind(ll, span, stored, None),
+        "patched_link": _bind(ll, span, stored, patch),
+        "ttft_reprefill": first_token(ll, prompt, Reprefill()),
+        "ttft_reuse": first_token(ll, prompt, FullReuse()),
+        "ttft_patched": first_token(ll, prompt, Patched(share=FORM.share)),
+    }
+    taken: dict[str, list[float]] = {name: [] for name in arms}
+    for _ in range(3):  # the first call of each compiles, or leaves its patch behind
+        for arm in arms.values():
+            arm()
+        ll.settle()
+    for _ in range(2 if options.quick else ROUNDS):
+        for name, arm in arms.items():
+            taken[name].append(arm())
+    median = {f"{name}_ms": statistics.median(one) * 1000 for name, one in taken.items()}
+    return {
+        "tokens": len(span), "question": len(built) - len(span), "kv_mb": len(span) * ll.adapter.layout.row_bytes / 1e6,
+        **median, "weights_ms": weights / _bandwidth(ll) * 1000,
+    }  # fmt: skip
+
+
+def _bandwidth(ll: Looseleaf) -> float:
+    """Bytes a second that a copy too large for any cache reads and writes."""
+    size = 2**30 if ll.adapter.device.type == "cuda" else 2**27
+    source = torch.zeros(size, dtype=torch.uint8, device=ll.adapter.device)
+    target = torch.empty_like(source)
+    seconds = []
+    for _ in range(5):
+        sync(ll)
+        started = time.perf_counter()
+        target.copy_(source)
+        sync(ll)
+        seconds.append(time.perf_counter() - started)
+    return 2 * size / statistics.median(seconds)
+
+
+def _stored(ll: Looseleaf, span: Span) -> tuple[KVRows, Patch]:
+    """The segment's rows, and a patch of the form asked for; of random numbers, as only time is asked for."""
+    assert span.chunk is not None
+    record = ll.store.get(ll.linker.keys.kv(span.chunk))
+    assert isinstance(record, ChunkKV)
+    other = KVRows(record.rows.layout, record.rows.tokens, record.rows.device)
+    for plane in (*other.keys, *other.values):
+        plane.normal_()
+    return record.rows, form_patch(other, record.rows, share=FORM.share)
+
+
+def _bind(ll: Looseleaf, span: Span, stored: KVRows, patch: Patch | None) -> Callable[[], float]:
+    """The stored rows at another place of a table, phases included."""
+    decoder, table = ll.adapter.decoder, KVRows(ll.adapter.layout, span.stop, ll.adapter.device)
+    assert span.chunk is not None
+    positions = span.chunk.placement.positions.to(ll.adapter.device) + span.start_pos
+    bound = [Bound(slots=slice(span.start, span.stop), rows=stored, patch=patch)]
+
+    @torch.inference_mode()
+    def once() -> float:
+        sync(ll)
+        started = time.perf_counter()
+        bind = binder(table, bound, decoder.phase(positions), decoder.form)
+        for layer in range(len(ll.adapter.layout.layers)):
+            bind(layer)
+        sync(ll)
+        return time.perf_counter() - started
+
+    return once
+
+
+def plot(report: Report, path: Path) -> None:
+    """Left: the segment alone by length. Right: the whole time to the first token."""
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    tokens = [row["tokens"] for row in report.rows]
+    alone = {"prefill": "computed", "patched_link": "bound, patched", "link": "bound", "copy": "KV read and written"}
+    whole = {"ttft_reprefill": "computed", "ttft_patched": "patched", "ttft_reuse": "reused", "weights": "weights read"}
+    panels = (("the segment alone, ms", alone), ("time to the first token, ms", whole))
+    for axes, (title, arms) in zip(figure.subplots(1, 2), panels, strict=True):
+        for arm, label in arms.items():
+            style = ":" if arm in ("copy", "weights") else "o-"
+            axes.plot(tokens, [row[f"{arm}_ms"] for row in report.rows], style, label=label)
+        axes.set(xscale="log", yscale="log", xlabel="tokens of the segment", title=title)
+        axes.set_xticks(tokens, [str(one) for one in tokens])
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=120)
