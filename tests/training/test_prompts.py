@@ -224,6 +224,24 @@ def test_orthogonal_matrices_come_out_orthogonal() -> None:
         assert sizes.max() < 1.1
 
 
+def test_words_alone_step_everything_they_go_through(trainee: Trainee) -> None:
+    """The tower has no slopes then; a matrix of the text that has the shape of one of the tower's must not wait."""
+    writer, split = writer_of(trainee), trained()
+    before = {name: value.clone() for name, value in trainee.model.state_dict().items()}
+    draft, seen = writer.lay_out([], Sight(), [])
+    question, call = look_up(Documents(split.chance(0), split, (224, 224)), split.chance(0), split)
+    writer.ask(draft, seen, *writer.branch([(question.text, call, 0)]))
+    logits, targets = Pass(trainee, "cpu")(collate("copy", [draft], 170, writer.form.axes))
+    torch.nn.functional.cross_entropy(logits, targets).backward()
+    sloped = [name for name, one in trainee.model.named_parameters() if one.grad is not None and one.grad.any()]
+    assert len([name for name in sloped if "language_model.layers" in name]) > 60
+    Optimiser(trainee.model.named_parameters()).step(1e-3)
+    after = dict(trainee.model.named_parameters())
+    still = [name for name in sloped if torch.equal(before[name], after[name])]
+    trainee.model.load_state_dict(before)
+    assert not still
+
+
 def test_a_small_model_learns_to_look_up_by_name(default: Trainee, tmp_path: Path) -> None:
     """Copying the right name into a search call: what no model can do whose gradients or masks are wrong."""
     torch.manual_seed(0)
