@@ -27,6 +27,8 @@ ALMOST = 0.85
 """Of them right: it is drilled on whole prompts."""
 PATIENCE = 300
 """Steps after which another skill that is lacking has its turn."""
+LONGEST = 5
+"""A level lasts at most so many times its steps."""
 FOCUS = 0.5
 """Share of the batches that drill the skill in turn."""
 
@@ -35,8 +37,10 @@ FOCUS = 0.5
 class Level:
     """How hard prompts are for a while."""
 
-    until: float
-    """Step at which the next level begins."""
+    steps: float
+    """How long it lasts, at least."""
+    needs: str | None = None
+    """A skill that must almost be there before the next one begins, unless that takes LONGEST times as long."""
     shares: Mapping[str, float]
     """Of kinds of batch; what is left is mixed as the diet says."""
     split: Split
@@ -60,23 +64,25 @@ def levels() -> tuple[Level, ...]:
     """From words to everything."""
     few, some = first_steps()
     words = Level(
-        until=300, shares={"words": 1}, split=few, sizes=2, pictures=2, frames=3, as_text=1.0, plain=0.1
+        steps=300, shares={"words": 1}, split=few, sizes=2, pictures=2, frames=3, as_text=1.0, plain=0.1
     )  # fmt: skip
-    reading = replace(words, until=500, shares={"words": 0.2, "line": 0.8}, split=replace(few, most_lines=1))
+    reading = replace(
+        words, steps=200, needs="line", shares={"words": 0.2, "line": 0.8}, split=replace(few, most_lines=1)
+    )
     looking = replace(
-        reading, until=700, shares={"words": 0.2, "line": 0.4, "pictures": 0.4}, split=replace(few, most_lines=2),
-        as_text=0.5,
+        reading, steps=200, needs=None, shares={"words": 0.2, "line": 0.4, "pictures": 0.4},
+        split=replace(few, most_lines=2), as_text=0.5,
     )  # fmt: skip
     finding = replace(
-        looking, until=1100, shares={"words": 0.1, "line": 0.2, "pictures": 0.5, "clips": 0.1, "streams": 0.1},
+        looking, steps=400, shares={"words": 0.1, "line": 0.2, "pictures": 0.5, "clips": 0.1, "streams": 0.1},
         split=few, as_text=0.4, plain=0.3,
     )  # fmt: skip
     growing = replace(
-        finding, until=2000, shares={"words": 0.05, "line": 0.1}, split=some, sizes=4, pictures=3, frames=4,
+        finding, steps=900, shares={"words": 0.05, "line": 0.1}, split=some, sizes=4, pictures=3, frames=4,
         as_text=0.3, plain=0.5, drills=True,
     )  # fmt: skip
     whole = Level(
-        until=float("inf"), shares={"words": 0.05, "line": 0.03}, split=trained(), sizes=None, pictures=99, frames=99,
+        steps=float("inf"), shares={"words": 0.05, "line": 0.03}, split=trained(), sizes=None, pictures=99, frames=99,
         as_text=0.2, plain=1.0, wide=True, drills=True,
     )  # fmt: skip
     return words, reading, looking, finding, growing, whole
@@ -95,7 +101,7 @@ class Course:
         self.right = dict.fromkeys(self.skills, 0.0)
         self.drilled: str | None = None
         """The skill whose turn it is."""
-        self._since = 0
+        self._since = self._begun = 0
         self._number, self._drill_number = (_shared(torch.zeros((), dtype=torch.int64)) for _ in range(2))
         self._shares = _shared(torch.zeros(len(BATCHES)))
         self._share_out()
@@ -123,8 +129,9 @@ class Course:
         """Go by the step and by what was `right` lately; whether anything is new."""
         self.right |= {skill: value for skill, value in right.items() if skill in self.right}
         before = self.number, self.drilled
-        while step >= self.level.until:
+        if self._over(step - self._begun):
             self._number += 1
+            self._begun = step
         if self.level.drills:
             done = self.drilled is None or self.right[self.drilled] >= THERE
             if done or step - self._since >= PATIENCE:
@@ -133,6 +140,12 @@ class Course:
         self._drill_number.fill_(min(self.number, len(self.levels) - 1 - small))
         self._share_out()
         return before != (self.number, self.drilled)
+
+    def _over(self, steps: int) -> bool:
+        """Whether a level that lasted so long makes way."""
+        skill = self.level.needs
+        ready = skill is None or self.right[skill] >= ALMOST
+        return steps >= self.level.steps * (1 if ready else LONGEST)
 
     def _next(self) -> str | None:
         """The next skill that is lacking, in the order of the drills and round again."""

@@ -23,7 +23,7 @@ from looseleaf.training.batches import (
 )
 from looseleaf.training.card import write_card
 from looseleaf.training.corpus import corpus
-from looseleaf.training.course import BATCHES, FOCUS, PATIENCE, Course, levels, pick_size
+from looseleaf.training.course import BATCHES, FOCUS, LONGEST, PATIENCE, Course, levels, pick_size
 from looseleaf.training.drills import DRILLS
 from looseleaf.training.evaluate import evaluate
 from looseleaf.training.families import Trainee
@@ -148,20 +148,36 @@ def test_training_begins_with_words_and_ends_with_everything() -> None:
     assert not {"chains", "search", "found"} & set(course.skills)
     assert course.shares == {"words": 1.0}
     assert not course.heed(50, {"words": 0.3})
+    step = 0
     for number, level in enumerate(course.levels[:-1]):
         assert course.number == number
         assert course.drilled is None or level.drills
-        assert course.heed(int(level.until), {})
+        step += int(level.steps)
+        if level.needs:
+            assert not course.heed(step, {level.needs: 0.5}), "what the next level rests on is not there"
+        assert course.heed(step, {level.needs: 0.9} if level.needs else {})
     assert course.shares["pictures"] == pytest.approx(0.92 * 0.7 * (1 - FOCUS))
     assert sum(course.shares.values()) == pytest.approx(1)
     assert "streams" not in course.shares
 
 
+def test_a_level_does_not_wait_for_ever() -> None:
+    course = Course({"pictures": 1.0})
+    words, reading = course.levels[:2]
+    start = int(words.steps)
+    assert course.heed(start, {})
+    assert not course.heed(start + int(LONGEST * reading.steps) - 1, {"line": 0.1})
+    assert course.heed(start + int(LONGEST * reading.steps), {"line": 0.1})
+    assert course.number == 2
+
+
 def test_what_is_lacking_is_drilled_in_turn() -> None:
     course = Course({"pictures": 1.0})
-    right = dict.fromkeys(course.skills, 1.0) | {"legend": 0.6, "codes": 0.3, "pages": 0.9}
-    step = int(course.levels[-2].until)
-    assert course.heed(step, right)
+    step = 0
+    for level in course.levels[:-1]:
+        step += int(level.steps)
+        assert course.heed(step, dict.fromkeys(course.skills, 1.0))
+    assert course.heed(step, {"legend": 0.6, "codes": 0.3, "pages": 0.9})
     assert course.drilled == "legend"
     assert course.shares["legend"] == FOCUS
     assert course.level_of("legend") is course.levels[-2]  # hardly there
