@@ -1,5 +1,5 @@
-"""Writes the generated parts of README.md: the folder tree from module docstrings, figures from bench/results, and
-what the demo showed from docs/demo (`looseleaf demo --out docs/demo` renews it).
+"""Writes the generated parts of README.md: the folder tree from module docstrings, figures from bench/results, the
+trained models from their accuracy, what the demo showed from docs/demo (`looseleaf demo --out docs/demo` renews it).
 
 `python tools/readme.py` rewrites them, `--check` fails when they are stale. Generated parts stand between
 `<!-- NAME -->` and `<!-- /NAME -->`.
@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 RESULTS = ROOT / "bench" / "results"
 DEMO = ROOT / "docs" / "demo"
+EMBEDDED = ROOT / "looseleaf" / "model" / "embedded"
 
 
 def layers() -> list[str]:
@@ -77,6 +78,27 @@ def demo() -> str:
     )
 
 
+def models() -> str:
+    """The trained models that come with the package: what they answer, and what is left when images are blind."""
+    found = {path.parent.name: path.parent for path in sorted(EMBEDDED.glob("*/accuracy.json"))}
+    cells: dict[str, dict[tuple[str, str, int], float]] = {}
+    for name, folder in found.items():
+        rows = json.loads((folder / "accuracy.json").read_text(encoding="utf-8"))
+        cells[name] = {(row["setting"], row["task"], row["hops"]): row["right"] for row in rows if "hops" in row}
+    tasks = list(dict.fromkeys(task for one in cells.values() for setting, task, hops in one if hops == 2))
+    heads = ["model", "single-hop, worst task", *(f"multi-hop: {task}" for task in tasks)]
+    lines = ["| " + " | ".join(heads) + " |", "| " + " | ".join("---" for _ in heads) + " |"]
+    for name, one in cells.items():
+        worst = min(right for (setting, _, hops), right in one.items() if setting == "reprefill" and hops == 1)
+        both = [
+            f"{one['reprefill', task, 2]:.3f} ({one['blind', task, 2]:.2f})" if ("reprefill", task, 2) in one else ""
+            for task in tasks
+        ]
+        card = f"[`embedded:{name}`](looseleaf/model/embedded/{name}/README.md)"
+        lines.append("| " + " | ".join([card, f"{worst:.3f}", *both]) + " |")
+    return "\n".join(lines)
+
+
 def figures() -> str:
     """The measured figures, each with the commit and the machine that printed it."""
     parts = []
@@ -128,7 +150,7 @@ def _result(name: str) -> dict[str, Any] | None:
 
 def generated(text: str) -> str:
     """README.md with its generated parts as they should be."""
-    for name, content in (("demo", demo()), ("tree", tree()), ("figures", figures())):
+    for name, content in (("demo", demo()), ("tree", tree()), ("models", models()), ("figures", figures())):
         pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
         text, count = re.subn(
             pattern, lambda found, content=content: f"{found[1]}{content}\n{found[2]}", text, flags=re.S
