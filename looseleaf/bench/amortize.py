@@ -3,7 +3,9 @@
 The model and prompt of `ttft`: four images of 256 tokens. The first request computes everything; what it leaves behind
 (each image alone, once, then its patch, formed and stored) is paid before anything is saved. Every reuse then costs a
 patched request in place of a re-prefill. Counted in rows that go through the model and in seconds, vision apart
-(features are stored). Without harvest, as the papers do it, a conditioned forward is paid for the patch as well.
+(features are stored). Without harvest, as the papers do it, a conditioned forward is paid for the patch as well. An
+orbit over all orders of the three images in front needs patches of every order and their mean: with harvest requests
+leave those patches behind as they come, without it every order is computed for them.
 """
 
 from __future__ import annotations
@@ -19,19 +21,24 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from looseleaf.bench.report import BenchOptions, Report
-from looseleaf.bench.ttft import SIDE, SMOL, make_prompt, sync
+from looseleaf.bench.ttft import IMAGES, SIDE, SMOL, make_prompt, sync
 from looseleaf.config import Config
 from looseleaf.engine.scheduler import EngineConfig
+from looseleaf.kv.records import Patch
+from looseleaf.link.linker import Keep
 from looseleaf.link.policies import Patched, Policy, Reprefill
 from looseleaf.model.adapter import Adapter
 from looseleaf.model.loading import load_adapter
 from looseleaf.model.tiny import build_tiny
+from looseleaf.patch.orbit import merge
 from looseleaf.prompt.segments import Image, Segment
 from looseleaf.system import Looseleaf
 
 ROUNDS, QUICK_ROUNDS = 7, 1
 REUSES = 8
 """Drawn in the plot."""
+ORDERS = math.factorial(IMAGES - 1)
+"""Of the images in front of the last one."""
 
 
 def run(options: BenchOptions, tell: Callable[[str], None] = lambda stage: None) -> Report:
@@ -44,7 +51,7 @@ def run(options: BenchOptions, tell: Callable[[str], None] = lambda stage: None)
             adapter.processor.image_processor.size = {"shortest_edge": SIDE**2, "longest_edge": SIDE**2}
             for unit, costs in measure(adapter, dtype, options, tell).items():
                 report.rows.append({"dtype": dtype, "unit": unit, **costs, **break_even(costs)})
-    keys = ("break_even_reuses", "break_even_without_harvest")
+    keys = ("break_even_reuses", "break_even_without_harvest", "break_even_orbit", "break_even_orbit_without_harvest")
     report.summary = {
         key: {
             f"{row['dtype']} {row['unit']}": None if row[key] is None else math.ceil(row[key] - 1e-9)
@@ -71,12 +78,12 @@ def measure(
     built = ll.builder.build(prompt)
     alone = sum(len(ll.linker.canonical.ids) + len(span) for span in built.chunks)
     text = len(built) - sum(len(span) for span in built.chunks)
-    rows = {"re-prefill": len(built), "patched": text, "alone": alone, "forming": 0}
+    rows = {"re-prefill": len(built), "patched": text, "alone": alone, "forming": 0, "merging": 0}
     return {"rows": {name: float(count) for name, count in rows.items()}, "seconds": seconds}
 
 
 def one_round(adapter: Adapter, prompt: list[Segment]) -> dict[str, float]:
-    """Seconds of a re-prefill, of the chunks alone, of forming and storing their patches, and of a patched request."""
+    """Seconds of a re-prefill, the chunks alone, forming and storing patches, a patched request, a merge of them."""
     ll = _fresh(adapter)
     _ask(ll, prompt, Reprefill())  # features
     found = {"re-prefill": _ask(ll, prompt, Reprefill())}
@@ -85,8 +92,17 @@ def one_round(adapter: Adapter, prompt: list[Segment]) -> dict[str, float]:
     found["forming"] = _timed(ll, ll.settle)
     _ask(ll, prompt, Patched())
     found["patched"] = _ask(ll, prompt, Patched())
+    patches = _patches(ll, prompt)
+    found["merging"] = _timed(ll, lambda: [merge(one, 1, one, 1) for one in patches])
     ll.close()
     return found
+
+
+def _patches(ll: Looseleaf, prompt: list[Segment]) -> list[Patch]:
+    """Those the prompt's images have behind each other."""
+    linked = ll.linker.link(ll.builder.build(prompt), ll.plan(prompt, policy=Patched()), capacity=8192, keep=Keep())
+    linked.release()
+    return list(linked.patches.values())
 
 
 def _fresh(adapter: Adapter) -> Looseleaf:
@@ -117,10 +133,14 @@ def break_even(costs: Mapping[str, float]) -> dict[str, float | None]:
     """Reuses after which what was paid beforehand is back; None where a patched request saves nothing."""
     saved = costs["re-prefill"] - costs["patched"]
     harvest = costs["alone"] + costs["forming"]
-    return {
-        "break_even_reuses": harvest / saved if saved > 0 else None,
-        "break_even_without_harvest": (harvest + costs["re-prefill"]) / saved if saved > 0 else None,
+    orbit = costs["alone"] + ORDERS * costs["forming"] + (ORDERS - 1) * costs["merging"]
+    paid = {
+        "break_even_reuses": harvest,
+        "break_even_without_harvest": harvest + costs["re-prefill"],
+        "break_even_orbit": orbit,
+        "break_even_orbit_without_harvest": orbit + ORDERS * costs["re-prefill"],
     }
+    return {name: cost / saved if saved > 0 else None for name, cost in paid.items()}
 
 
 def plot(report: Report, path: Path) -> None:
