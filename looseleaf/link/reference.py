@@ -219,4 +219,7 @@ def error(got: Tensor, expected: Tensor) -> float:
 def divergence(reference: Tensor, arm: Tensor) -> float:
     """KL(reference ‖ arm) of next-token distributions, mean over places. Logits [place, vocabulary]."""
     expected, got = (torch.log_softmax(one.double(), dim=-1) for one in (reference, arm))
-    return max(0.0, float((expected.exp() * (expected - got)).sum(-1).mean()))
+    nats = float((expected.exp() * (expected - got)).sum(-1).mean())
+    if math.isnan(nats):
+        raise ModelError("logits that are not numbers cannot be compared")
+    return max(0.0, nats)

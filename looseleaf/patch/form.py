@@ -47,8 +47,13 @@ def factor_all(matrices: Sequence[Tensor], ranks: Sequence[int]) -> list[Factors
     found: dict[int, Factors] = {}
     for ((tokens, width), rank), places in alike.items():
         stack = torch.stack([matrices[at].float() for at in places])
+        size = torch.linalg.matrix_norm(stack)[:, None, None].clamp_min(1e-30)
+        if not size.isfinite().all():
+            raise ValueError("a matrix that is not finite has no factors")
+        stack /= size  # a deficit of mere rounding, squared, would leave what single precision can tell apart
         few = WORTH * (rank + SPARE) <= min(tokens, width)
         left, right = _few(stack, rank) if few else _largest(stack, rank)
+        left = left * size
         found |= {at: Factors(left=left[number], right=right[number]) for number, at in enumerate(places)}
     return [found[at] for at in range(len(matrices))]
 
@@ -70,10 +75,15 @@ def _largest(stack: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def _directions(square: Tensor, rank: int) -> Tensor:
-    """The largest eigenvectors [.., row, rank] of matrices times themselves."""
+    """The largest eigenvectors [.., row, rank] of matrices times themselves.
+
+    In single precision it now and then does not converge on many equal eigenvalues, and does not always say so.
+    """
     try:
         found = torch.linalg.eigh(square).eigenvectors
-    except RuntimeError:  # in single precision it now and then does not converge on many equal eigenvalues
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        found = square.new_full((), torch.nan)
+    if not found.isfinite().all():
         found = torch.linalg.eigh(square.double()).eigenvectors.float()
     return found.flip(-1)[..., :rank].contiguous()
 

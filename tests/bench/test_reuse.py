@@ -16,6 +16,7 @@ from looseleaf.bench import cases, reuse
 from looseleaf.bench.cases import Arm
 from looseleaf.bench.reuse import BLIND, CEILING, NOISE
 from looseleaf.cli import main
+from looseleaf.errors import ModelError
 from looseleaf.link.policies import FullReuse, Reprefill
 from looseleaf.link.reference import Way, divergence
 from looseleaf.prompt.segments import Document, Image
@@ -53,6 +54,8 @@ def test_divergence_is_zero_for_equal_logits_and_what_the_formula_says() -> None
     p = torch.softmax(sure[0], 0)
     expected = 0.5 * float(torch.log(0.5 / p[0]) + torch.log(0.5 / p[1]))
     assert divergence(fair, sure) == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(ModelError, match="not numbers"):
+        divergence(fair, torch.full((1, 2), torch.nan))
 
 
 def test_items_come_again_by_seed_and_models_without_streams_are_asked_none() -> None:

@@ -75,6 +75,27 @@ def test_a_deficit_of_few_tokens_is_factored() -> None:
         assert (found.left @ found.right.mT - matrix).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("size", [0.0, 1e-30, 1e-7, 1e-5, 1e5])
+@pytest.mark.parametrize("rank", [3, 12, 192])
+def test_factors_are_numbers_whatever_the_size(size: float, rank: int) -> None:
+    """An image that stands where it was computed has a deficit of rounding alone: few entries, all tiny."""
+    chance = torch.Generator().manual_seed(4)
+    sparse = torch.zeros(258, 192)
+    rows, columns = (torch.randint(limit, (850,), generator=chance) for limit in sparse.shape)
+    sparse[rows, columns] = size * torch.randn(850, generator=chance)
+    found = factor(sparse, rank)
+    assert found.left.isfinite().all()
+    assert found.right.isfinite().all()
+    assert (found.left @ found.right.mT - sparse).norm() <= 1.001 * sparse.norm()
+    if rank == 192:
+        assert (found.left @ found.right.mT - sparse).abs().max() <= 1e-5 * size
+
+
+def test_what_is_not_finite_has_no_factors() -> None:
+    with pytest.raises(ValueError, match="not finite"):
+        factor(torch.full((8, 8), torch.inf), 2)
+
+
 def test_a_randomised_decomposition_is_nearly_as_good() -> None:
     chance = torch.Generator().manual_seed(2)
     low = torch.randn(400, 6, generator=chance) @ torch.randn(6, 300, generator=chance)
