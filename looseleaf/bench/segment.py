@@ -29,7 +29,8 @@ from looseleaf.config import Config
 from looseleaf.engine.scheduler import EngineConfig
 from looseleaf.kv.layout import KVRows
 from looseleaf.kv.records import ChunkKV, Patch
-from looseleaf.link.bind import Bound, binder
+from looseleaf.link.bind import binder
+from looseleaf.link.bound import Bound
 from looseleaf.link.policies import FullReuse, Patched, PatchForm, Reprefill
 from looseleaf.model.adapter import Adapter
 from looseleaf.model.family import family_of

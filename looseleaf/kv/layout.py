@@ -103,6 +103,13 @@ class KVRows:
         """[keys or values, layer]: where the planes begin in memory, on the rows' device, for kernels."""
         return torch.tensor([[one.data_ptr() for one in planes] for planes in (self.keys, self.values)]).to(self.device)
 
+    @cached_property
+    def aligned(self) -> bool:
+        """Whether every head of every plane begins at a multiple of 16 bytes."""
+        return all(
+            one.data_ptr() % 16 == 0 and one.stride(0) * one.itemsize % 16 == 0 for one in (*self.keys, *self.values)
+        )
+
     @property
     def nbytes(self) -> int:
         """Bytes held."""

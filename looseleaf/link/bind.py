@@ -6,39 +6,41 @@ one for the values (`fused.py`), which must come to the same. It knows rows, pat
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from looseleaf.kv.layout import KVRows
-from looseleaf.kv.records import Patch
 from looseleaf.link import fused
+from looseleaf.link.bound import Bound
 from looseleaf.model.rotary import Phase, RotaryForm, rotate
 from looseleaf.patch.form import put_on
 
-
-@dataclass(frozen=True, kw_only=True)
-class Bound:
-    """Rows of a chunk and where they go."""
-
-    slots: slice
-    rows: KVRows
-    """Keys un-rotated."""
-    patch: Patch | None
+log = logging.getLogger(__name__)
 
 
 def binder(table: KVRows, bound: Sequence[Bound], phase: Phase, form: RotaryForm) -> Callable[[int], None]:
     """A function that binds a layer. phase: of all chunks' tokens, one chunk behind the other."""
-    if fused.can_bind(table, bound):
+    by_layer = _by_layer(table, bound, phase, form)
+    if not fused.can_bind(table, bound):
+        return by_layer
+    done = False
 
-        def bind_all(layer: int) -> None:
-            if layer == 0:
+    def bind(layer: int) -> None:
+        nonlocal done
+        if layer == 0 and not fused.broken:
+            try:
                 fused.bind(table, bound, phase, form)
+                done = True
+            except Exception:  # no compiler on this machine, a GPU with too little of something
+                log.exception("rows are bound layer by layer from now on: the kernel that binds all could not run")
+                fused.broken = True
+        if not done:
+            by_layer(layer)
 
-        return bind_all
-    return _by_layer(table, bound, phase, form)
+    return bind
 
 
 def _by_layer(table: KVRows, bound: Sequence[Bound], phase: Phase, form: RotaryForm) -> Callable[[int], None]:

@@ -8,13 +8,15 @@ without it `bind.py` goes layer by layer.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from looseleaf.kv.layout import KVRows
 from looseleaf.kv.records import Factors
+from looseleaf.link.bound import Bound
 from looseleaf.model.rotary import PairOrder, Phase, RotaryForm
 
 try:
@@ -23,86 +25,89 @@ try:
 except ImportError:
     triton = None
 
-if TYPE_CHECKING:
-    from looseleaf.link.bind import Bound
+broken = False
+"""Whether a launch failed: nobody tries again."""
 
-BLOCK = 64
-"""Tokens a program binds."""
-FIELDS = 6
-"""Numbers that describe a chunk to the kernel: tokens, first slot, first row of the phase, its head stride, and the
-row strides of a patch's left and right factors."""
+BLOCK, WIDEST, STEP = 64, 64, 32
+"""Tokens a program binds, numbers of a row at most, and directions of a patch it adds at a time."""
+FIELDS = 7
+"""Numbers that describe a chunk to the kernel: tokens, first slot, first row of the phase, its head stride, the row
+strides of a patch's left and right factors, and its rank."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def can_bind(table: KVRows, bound: Sequence[Bound]) -> bool:
     """Whether the kernel can: on a GPU, every layer of one shape, rows and factors dense along their last axis."""
-    if triton is None or not table.keys[0].is_cuda:
-        return False
-    return is_regular(table, bound)
+    return triton is not None and not broken and table.keys[0].is_cuda and is_regular(table, bound)
 
 
 def is_regular(table: KVRows, bound: Sequence[Bound]) -> bool:
     """Whether planes and factors are alike in all layers, and rows follow one another."""
-    layers = table.layout.layers
-    if table.layout.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return False
-    if any(layer != layers[0] for layer in layers[1:]):
+    layout = table.layout
+    if layout.dtype not in DTYPES or any(layer != layout.layers[0] for layer in layout.layers[1:]):
         return False
     for one in bound:
         for planes in (one.rows.keys, one.rows.values):
-            if any(plane.stride() != planes[0].stride() or plane.device != table.device for plane in planes):
+            first = planes[0]
+            if first.stride(2) != 1 or first.stride(1) != first.shape[2]:
                 return False
-            if planes[0].stride(2) != 1 or planes[0].stride(1) != planes[0].shape[2]:
+            if any((plane.stride(), plane.dtype, plane.device) != (first.stride(), layout.dtype, table.device)
+                   for plane in planes):  # fmt: skip
                 return False
         for factors in (one.patch.keys, one.patch.values) if one.patch is not None else ():
             kept = [factor for factor in factors if factor is not None]
-            if any(_strides(factor) != _strides(kept[0]) or factor.rank != kept[0].rank for factor in kept):
+            if any(_about(factor) != _about(kept[0]) for factor in kept):
                 return False
-            if any(factor.left.stride(1) != 1 or factor.right.stride(1) != 1 for factor in kept):
+            if any(side.stride(1) != 1 or (side.dtype, side.device) != (layout.dtype, table.device)
+                   for factor in kept for side in (factor.left, factor.right)):  # fmt: skip
                 return False
     return True
 
 
 def bind(table: KVRows, bound: Sequence[Bound], phase: Phase, form: RotaryForm) -> None:
     """Every layer of every chunk into the table."""
-    _bind_planes(table, bound, 0, phase, form)
-    _bind_planes(table, bound, 1, None, form)
+    with torch.cuda.device(table.device) if table.keys[0].is_cuda else contextlib.nullcontext():
+        _bind_planes(table, bound, 0, phase, form)
+        _bind_planes(table, bound, 1, None, form)
 
 
 def _bind_planes(table: KVRows, bound: Sequence[Bound], which: int, phase: Phase | None, form: RotaryForm) -> None:
     """Keys (`which` 0), which turn, or values."""
-    device, layout = table.device, table.layout
-    plane = layout.layers[0].values if which else layout.layers[0].keys
+    device, layers = table.device, len(table.layout.layers)
+    plane = table.layout.layers[0].values if which else table.layout.layers[0].keys
     target = (table.values if which else table.keys)[0]
-    fields: list[list[int]] = []
-    ranks: list[int] = []
+    bare = torch.zeros(2, layers, dtype=torch.int64, device=device)
+    about: list[list[int]] = []
+    patches = []
     at = 0
     for one in bound:
         factors = () if one.patch is None else one.patch.values if which else one.patch.keys
         kept = next((factor for factor in factors if factor is not None), None)
         source = (one.rows.values if which else one.rows.keys)[0]
-        fields.append([one.rows.tokens, one.slots.start, at, source.stride(0), *_strides(kept)])
-        ranks.append(kept.rank if kept is not None else 0)
+        about.append([one.rows.tokens, one.slots.start, at, source.stride(0), *_about(kept)])
+        patches.append(one.patch.addresses[which] if one.patch is not None and kept is not None else bare)
         at += one.rows.tokens
-    bare = torch.zeros(2, len(layout.layers), dtype=torch.int64, device=device)
     rows = torch.stack([one.rows.addresses[which] for one in bound])
-    patches = torch.stack([bare if one.patch is None else one.patch.addresses[which] for one in bound])
-    about = torch.tensor([[*line, rank] for line, rank in zip(fields, ranks, strict=True)], device=device)
     cos, sin = (phase.cos.contiguous(), phase.sin.contiguous()) if phase is not None else (target, target)
     turned = form.dim if phase is not None else 0
-    longest = max(line[0] for line in fields)
-    grid = (len(bound) * len(layout.layers) * plane.heads, triton.cdiv(longest, BLOCK))
+    half, rest = turned // 2, plane.dim - turned
+    tile = min(WIDEST, max(_wide(half), _wide(rest)))
+    tiles = triton.cdiv(half, tile), triton.cdiv(rest, tile)
+    even = plane.dim * table.layout.dtype.itemsize % 16 == 0
+    grid = (len(bound) * layers * plane.heads, triton.cdiv(max(line[0] for line in about), BLOCK), sum(tiles))
     _bind_kernel[grid](
-        rows, table.addresses[which], patches, about,
-        target, cos, sin, len(layout.layers), target.stride(0),
-        HEADS=plane.heads, DIM=plane.dim, TURNED=turned, PAIRS=_wide(turned // 2),
-        REST=_wide(plane.dim - turned), RANK=_wide(max(ranks)) if max(ranks) else 0, ABOUT=FIELDS + 1,
-        INTERLEAVED=form.order is not PairOrder.HALVES, IN_PLACE=form.order is PairOrder.PAIRS, BLOCK=BLOCK,
+        rows, table.addresses[which], torch.stack(patches), torch.tensor(about, device=device), target, cos, sin,
+        layers, target.stride(0),
+        HEADS=plane.heads, DIM=plane.dim, HALF=half, TURN_TILES=tiles[0], TILE=tile, FIELDS=FIELDS,
+        INTERLEAVED=form.order is not PairOrder.HALVES, IN_PLACE=form.order is PairOrder.PAIRS,
+        ALIGNED=even and table.aligned and all(one.rows.aligned for one in bound), BLOCK=BLOCK, STEP=STEP,
         enable_fp_fusion=False,
     )  # fmt: skip
 
 
-def _strides(factors: Factors | None) -> tuple[int, int]:
-    return (0, 0) if factors is None else (factors.left.stride(0), factors.right.stride(0))
+def _about(factors: Factors | None) -> tuple[int, int, int]:
+    """Row strides of both sides, and the rank."""
+    return (0, 0, 0) if factors is None else (factors.left.stride(0), factors.right.stride(0), factors.rank)
 
 
 def _wide(count: int) -> int:
@@ -116,46 +121,62 @@ def _jit(function: Any) -> Any:
 
 @_jit
 def _patched(  # type: ignore[no-untyped-def]
-    rows, left, right, left_stride, right_stride, rank, token, kept, column, inside, RANK: tl.constexpr
-):
+    rows, left, right, left_stride, right_stride, rank, token, kept, column, inside, BLOCK: tl.constexpr,
+    TILE: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
     """Rows of a tile with the patch put on: fp32 sums, rounded once."""
-    direction = tl.arange(0, RANK)
-    known = direction < rank
-    lefts = tl.load(
-        left + token[:, None] * left_stride + direction[None, :], mask=kept[:, None] & known[None, :], other=0.0
-    )
-    rights = tl.load(
-        right + column[None, :] * right_stride + direction[:, None], mask=inside[None, :] & known[:, None], other=0.0
-    )
-    return (rows.to(tl.float32) + tl.dot(lefts, rights, input_precision="ieee")).to(rows.dtype)
+    added = tl.zeros((BLOCK, TILE), dtype=tl.float32)
+    first = 0
+    while first < rank:
+        direction = first + tl.arange(0, STEP)
+        known = direction < rank
+        lefts = tl.load(
+            left + token[:, None] * left_stride + direction[None, :], mask=kept[:, None] & known[None, :], other=0.0
+        )
+        rights = tl.load(
+            right + column[None, :] * right_stride + direction[:, None],
+            mask=inside[None, :] & known[:, None], other=0.0,
+        )  # fmt: skip
+        added = tl.dot(lefts, rights, added, input_precision="ieee")
+        first += STEP
+    return (rows.to(tl.float32) + added).to(rows.dtype)
+
+
+@_jit
+def _times(one, other, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A product, rounded."""
+    return (one.to(tl.float32) * other.to(tl.float32)).to(dtype).to(tl.float32)
 
 
 @_jit
 def _bind_kernel(  # type: ignore[no-untyped-def]
     rows, table, patches, about, like, cosines, sines, layers, table_stride, HEADS: tl.constexpr, DIM: tl.constexpr,
-    TURNED: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, RANK: tl.constexpr, ABOUT: tl.constexpr,
-    INTERLEAVED: tl.constexpr, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr,
+    HALF: tl.constexpr, TURN_TILES: tl.constexpr, TILE: tl.constexpr, FIELDS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, IN_PLACE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """One head of one layer of one chunk, some tokens."""
+    """One head of one layer of one chunk, some tokens, some numbers of each."""
     number = tl.program_id(0)
-    head = number % HEADS
+    head = (number % HEADS).to(tl.int64)
     layer = (number // HEADS) % layers
     chunk = number // (HEADS * layers)
-    line = about + chunk * ABOUT
+    line = about + chunk * FIELDS
     tokens, slot, turn, stride = tl.load(line), tl.load(line + 1), tl.load(line + 2), tl.load(line + 3)
-    left_stride, right_stride, rank = tl.load(line + 4), tl.load(line + 5), tl.load(line + 6)
+    left_stride, right_stride = tl.load(line + 4), tl.load(line + 5)
     kind = like.dtype
     source = tl.load(rows + chunk * layers + layer).to(kind) + head * stride
     target = tl.load(table + layer).to(kind) + head * table_stride + slot * DIM
+    if ALIGNED:
+        source, target = tl.multiple_of(source, 16), tl.multiple_of(target, 16)
     left_at = tl.load(patches + chunk * 2 * layers + layer)
+    rank = tl.where(left_at == 0, 0, tl.load(line + 6)).to(tl.int32)
     left = left_at.to(kind)
     right = tl.load(patches + (chunk * 2 + 1) * layers + layer).to(kind) + head * DIM * right_stride
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     kept = token < tokens
     start = token[:, None] * DIM
-    if TURNED > 0:
-        HALF: tl.constexpr = TURNED // 2
-        pair = tl.arange(0, PAIRS)
+    part = tl.program_id(2)
+    if part < TURN_TILES:
+        pair = part * TILE + tl.arange(0, TILE)
         inside = pair < HALF
         tile = kept[:, None] & inside[None, :]
         one, two = pair, pair + HALF
@@ -163,33 +184,28 @@ def _bind_kernel(  # type: ignore[no-untyped-def]
             one, two = 2 * pair, 2 * pair + 1
         first = tl.load(source + start + one[None, :], mask=tile, other=0.0)
         second = tl.load(source + start + two[None, :], mask=tile, other=0.0)
-        if RANK > 0:  # noqa: SIM102  (known when compiled, the next is not)
-            if left_at != 0:
-                first = _patched(first, left, right, left_stride, right_stride, rank, token, kept, one, inside, RANK)
-                second = _patched(second, left, right, left_stride, right_stride, rank, token, kept, two, inside, RANK)
+        first = _patched(first, left, right, left_stride, right_stride, rank, token, kept, one, inside,
+                         BLOCK, TILE, STEP)  # fmt: skip
+        second = _patched(second, left, right, left_stride, right_stride, rank, token, kept, two, inside,
+                          BLOCK, TILE, STEP)  # fmt: skip
         place = (turn + token)[:, None] * HALF + pair[None, :]
         cos, sin = tl.load(cosines + place, mask=tile, other=0.0), tl.load(sines + place, mask=tile, other=0.0)
-        # each product is rounded as torch rounds it before the sum is
-        rounded = cos.dtype
-        new_first = _times(first, cos, rounded).to(tl.float32) - _times(second, sin, rounded).to(tl.float32)
-        new_second = _times(second, cos, rounded).to(tl.float32) + _times(first, sin, rounded).to(tl.float32)
-        goes, goes_too = pair, pair + HALF
+        # torch writes the first product into the key, and rounds the second as its factors are
         if IN_PLACE:
+            new_first = _times(first, cos, cos.dtype) - _times(second, sin, sin.dtype)
+            new_second = _times(first, sin, sin.dtype) + _times(second, cos, cos.dtype)
             goes, goes_too = one, two
+        else:
+            new_first = _times(first, cos, first.dtype) - _times(second, sin, sin.dtype)
+            new_second = _times(second, cos, second.dtype) + _times(first, sin, sin.dtype)
+            goes, goes_too = pair, pair + HALF
         tl.store(target + start + goes[None, :], new_first.to(first.dtype), mask=tile)
         tl.store(target + start + goes_too[None, :], new_second.to(first.dtype), mask=tile)
-    if REST > 0:
-        column = TURNED + tl.arange(0, REST)
+    else:
+        column = 2 * HALF + (part - TURN_TILES) * TILE + tl.arange(0, TILE)
         inside = column < DIM
         tile = kept[:, None] & inside[None, :]
         other = tl.load(source + start + column[None, :], mask=tile, other=0.0)
-        if RANK > 0:  # noqa: SIM102  (known when compiled, the next is not)
-            if left_at != 0:
-                other = _patched(other, left, right, left_stride, right_stride, rank, token, kept, column, inside, RANK)
+        other = _patched(other, left, right, left_stride, right_stride, rank, token, kept, column, inside,
+                         BLOCK, TILE, STEP)  # fmt: skip
         tl.store(target + start + column[None, :], other, mask=tile)
-
-
-@_jit
-def _times(one, other, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A product in fp32, rounded."""
-    return (one.to(tl.float32) * other.to(tl.float32)).to(dtype)

@@ -18,7 +18,8 @@ from looseleaf.kv.layout import KVRows
 from looseleaf.kv.pool import Seat, SlabPool
 from looseleaf.kv.records import Features, Patch
 from looseleaf.kv.table import SlotTable
-from looseleaf.link.bind import Bound, binder
+from looseleaf.link.bind import binder
+from looseleaf.link.bound import Bound
 from looseleaf.link.oracle import most_deviating
 from looseleaf.link.plan import Plan, Rows, flatten
 from looseleaf.model.adapter import Adapter

@@ -9,15 +9,19 @@ import torch
 
 from looseleaf.kv.layout import KVLayout, KVRows, LayerLayout, Plane
 from looseleaf.link import fused
-from looseleaf.link.bind import Bound, _by_layer
+from looseleaf.link.bind import _by_layer
+from looseleaf.link.bound import Bound
 from looseleaf.model.rotary import PairOrder, Phase, RotaryForm
 from looseleaf.patch.form import cut, form_patch
 
 LAYERS = 3
 GPU = torch.cuda.is_available()
-pytestmark = pytest.mark.skipif(
-    fused.triton is None or not (GPU or os.environ.get("TRITON_INTERPRET") == "1"), reason="no Triton to run"
-)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        fused.triton is None or not (GPU or os.environ.get("TRITON_INTERPRET") == "1"), reason="no Triton to run"
+    ),
+]
 
 
 def rows(layout: KVLayout, tokens: int, seed: int, device: str) -> KVRows:
@@ -45,8 +49,8 @@ def test_one_kernel_is_as_layer_by_layer(
         pytest.skip("the interpreter multiplies bf16 as whole numbers")
     layout = KVLayout(layers=(LayerLayout(keys=keys, values=values),) * LAYERS, dtype=dtype)
     sizes = (70, 5, 33)
-    stored = [rows(layout, tokens, seed, device) for seed, tokens in enumerate(sizes)]
-    patch = form_patch(rows(layout, 70, 9, device), stored[0], share=0.5)
+    stored = [rows(layout, tokens + 8, seed, device).part(8, tokens + 8) for seed, tokens in enumerate(sizes)]
+    patch = form_patch(rows(layout, 70, 9, device), stored[0], share=0.9)  # more directions than are added at a time
     deep = cut(form_patch(rows(layout, 33, 8, device), stored[2], share=0.5), share=0.2, from_layer=2)
     bound = [
         Bound(slots=slice(3, 73), rows=stored[0], patch=patch),
