@@ -302,6 +302,8 @@ def _bench(options: argparse.Namespace) -> None:
     for name, benches in takers.items():
         if getattr(options, name) is not None and options.name not in benches:
             raise ConfigError(f"bench {options.name} takes no --{name}; bench {' and '.join(benches)} do")
+    if options.name == "segment" and options.models:
+        raise ConfigError("bench segment draws its own model and takes no --model")
     if options.name in ("ttft", "amortize") and len(options.models) > 1:
         raise ConfigError(f"bench {options.name} times one model, got {len(options.models)}")
     bench = importlib.import_module(f"looseleaf.bench.{options.name}")

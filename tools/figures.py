@@ -34,20 +34,30 @@ class Results:
         self.runs: dict[str, list[dict[str, Any]]] = {}
         for path in sorted(folder.glob("*.json")):
             run = json.loads(path.read_text(encoding="utf-8"))
-            self.runs.setdefault(run["bench"], []).append(run)
+            if run["quick"]:
+                continue
+            asked = {row["model"] for row in run["rows"] if "model" in row}
+            for other in self.runs.setdefault(run["bench"], []):
+                twice = asked & {row.get("model") for row in other["rows"]}
+                if twice:
+                    raise SystemExit(f"{path}: {', '.join(sorted(twice))} has another result of bench {run['bench']}")
+            self.runs[run["bench"]].append(run)
 
     def rows(self, bench: str, **where: Any) -> list[Row]:
         """Of every run of a bench; KeyError where there is none."""
         rows = [row for run in self.runs[bench] for row in run["rows"]]
         return [row for row in rows if all(row[key] == value for key, value in where.items())]
 
+    def details(self, bench: str, name: str) -> dict[str, Any]:
+        """Of every run of a bench, by model."""
+        return {model: one for run in self.runs[bench] for model, one in run["details"][name].items()}
+
     def shapes(self) -> dict[str, dict[str, dict[str, Any]]]:
         """By model and task: what the deficit looks like; tasks with pictures only."""
-        found = {}
-        for run in self.runs["reuse"]:
-            for model, tasks in run["details"]["deficit"].items():
-                found[model] = {task: shape for task, shape in tasks.items() if task != CONTROL}
-        return found
+        return {
+            model: {task: shape for task, shape in tasks.items() if task != CONTROL}
+            for model, tasks in self.details("reuse", "deficit").items()
+        }
 
     def models(self, bench: str) -> list[str]:
         """Those a bench asked."""
@@ -99,18 +109,18 @@ def figure_3(results: Results) -> Figure:
     every = results.shapes()
     figure, grid = panels(3, len(every))
     for line, (model, shapes) in zip(grid, every.items(), strict=True):
-        by_layer = mean(shapes, "keys_carried_by_layer")
+        by_layer = mean(shapes, "content_carried_by_layer")
         for layer, curve in enumerate(by_layer[1:], 1):
             shade = f"{0.8 - 0.7 * layer / len(by_layer):.2f}"
             line[0].plot([1, 2, 4, 8, 16, 32], curve, color=shade, marker=".", label=f"layer {layer}")
-        line[0].set(xscale="log", xlabel="rank", ylim=(0, 1.02), title=f"{model}: energy of keys by rank")
+        line[0].set(xscale="log", xlabel="rank", ylim=(0, 1.02), title=f"{model}: energy by rank")
         line[0].set_xticks([1, 2, 4, 8, 16, 32], ["1", "2", "4", "8", "16", "32"])
         line[1].plot(mean(shapes, "keys_by_layer"), "o-", label="keys, in context")
         line[1].plot(mean(shapes, "values_by_layer"), "s--", label="values, in context")
-        line[1].plot(mean(shapes, "position_by_layer"), "k:", label="keys, another place alone")
+        line[1].plot(mean(shapes, "position_by_layer"), "k:", label="keys, further from the preamble")
         line[1].set(xlabel="layer", title="share of the KV it makes up")
         names = list(shapes)
-        counts = {"in front": "links", "with 90 % of the chunk's attention": "links_90"}
+        counts = {"in front": "links", "that get 90 % of what the chunk pays them": "links_90"}
         bars(line[2], names, {label: [shapes[one][key] for one in names] for label, key in counts.items()})
         line[2].set_title("keys of the antecedent")
         for axes in line:
@@ -138,8 +148,8 @@ def figure_6(results: Results) -> Figure:
         for arm, style in styles.items():
             rows = results.rows("rank", model=model, arm=arm)
             label = f"{model}: {arm}" if not number else (model if arm == "patch" else None)
-            tokens.plot([row["share"] for row in rows], [row["eta"] for row in rows], style, color=f"C{number}",
-                        label=label, markersize=4)  # fmt: skip
+            across = [row["share"] if "tokens" in arm else row["bytes"] for row in rows]
+            tokens.plot(across, [row["eta"] for row in rows], style, color=f"C{number}", label=label, markersize=4)
     tokens.set(xscale="log", xlabel="share of bytes, or of tokens", ylabel="η", title="wrong axis", ylim=(-0.2, 1.02))
     for number, (model, shapes) in enumerate(results.shapes().items()):
         curve = mean(shapes, "chosen_by_layer")
@@ -170,12 +180,14 @@ def figure_7(results: Results) -> Figure:
     bars(restored, models, {label: [one / max(1, flip) for one, flip in zip(over(arm, "restored"), flips, strict=True)]
                             for arm, label in every.items()})  # fmt: skip
     restored.set(title="answers blind reuse changes, restored", ylim=(0, 1.02))
-    rows = [row for row in results.rows("reuse", hops=2) if row["task"] != CONTROL]
+    tenths = results.details("reuse", "kl_by_tenths")
     for arm, label in {"full-reuse": "blind", **every}.items():
-        tenths = np.mean([row["kl_by_tenths"] for row in rows if row["policy"] == arm], axis=0)
-        residual.plot(np.linspace(0, 1, 11), tenths, label=label, color="k" if arm == "full-reuse" else None,
+        curve = np.mean([one[arm] for one in tenths.values()], axis=0)
+        residual.plot(np.linspace(0, 1, 11), curve, label=label, color="k" if arm == "full-reuse" else None,
                       linestyle="-" if "patch" in arm else "--")  # fmt: skip
-    residual.set(xlabel="share of questions", ylabel="KL, nats", title="what is left, question by question")
+    residual.set(
+        xlabel="share of questions", ylabel="KL, nats", title="KL by tenths of the questions, mean over models"
+    )
     residual.set_yscale("symlog", linthresh=1e-3)
     closed.legend(frameon=False, fontsize=7)
     residual.legend(frameon=False, fontsize=7)
@@ -207,12 +219,12 @@ def figure_9(results: Results) -> Figure:
     """Low rank and recovery across models, and how much each binds images at all."""
     figure, ((energy, recovery, gap),) = panels(3, height=4)
     for number, (model, shapes) in enumerate(results.shapes().items()):
-        curve = mean(shapes, "keys_energy_by_rank")
+        curve = mean(shapes, "content_energy_by_rank")
         energy.plot(range(1, len(curve) + 1), curve, color=f"C{number}", label=model)
         rows = results.rows("rank", model=model, arm="patch")
         recovery.plot([row["rank"] for row in rows], [row["restored"] / max(1, row["flips"]) for row in rows], "o-",
                       color=f"C{number}", label=model)  # fmt: skip
-    energy.set(xlabel="rank", ylim=(0, 1.02), title="energy of the deficit of keys")
+    energy.set(xlabel="rank", ylim=(0, 1.02), title="energy of the deficit (keys; MLA: latents)")
     recovery.set(xlabel="rank", ylim=(0, 1.02), title="flips a patch restores")
     models, over = multi_hop(results)
     arms = {"re-prefill": "reprefill", "blind reuse": "full-reuse", "patch, 25 %": "patch 25%"}
@@ -270,7 +282,7 @@ def figure_11(results: Results) -> Figure:
 
 
 def figure_12(results: Results) -> Figure:
-    """What is left after rotation and patch, over models; relocation over rotary forms; answers."""
+    """What is left after rotation and patch, over models; our forward beside the models' own; answers."""
     figure, ((left, exact, answers),) = panels(3, height=4)
     models, over = multi_hop(results)
     arms = {"blind": "full-reuse", "patch, 25 %": "patch 25%", "noise of moving": "reprefill, moved"}

@@ -86,7 +86,9 @@ class Arm:
     reused: float = 0.0
     """Share of the prompt's tokens that were read, not computed."""
     rank: float = 0.0
-    """Of the patches put on, mean over chunks and the layers that are patched."""
+    """Of the patches put on, mean over chunks and patched layers; of keys or values, whichever have more."""
+    share: float = 0.0
+    """Bytes of the patches put on, of their pages'."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,9 +219,10 @@ class Try:
 
     @property
     def rank(self) -> float:
-        """Mean of its patches' ranks; 0 without patches."""
-        ranks = [one.rank for patch in self.patches.values() for one in (*patch.keys, *patch.values) if one is not None]
-        return sum(ranks) / len(ranks) if ranks else 0.0
+        """Mean of its patches' ranks, of keys or values, whichever have more; 0 without patches."""
+        both = ([patch.keys for patch in self.patches.values()], [patch.values for patch in self.patches.values()])
+        kept = [[one.rank for planes in each for one in planes if one is not None] for each in both]
+        return max((sum(ranks) / len(ranks) for ranks in kept if ranks), default=0.0)
 
     def way(self, case: Case, answer: Sequence[int]) -> Way:
         """As the reference takes it."""
@@ -248,7 +251,7 @@ def try_all(ll: Looseleaf, cases: Sequence[Case], tries: Sequence[Mapping[K, Try
             right = words == wanted[at][:-1] and end in ll.adapter.eos_ids
         found[at][name] = Arm(
             right=right, kl=divergence(case.ceiling, its), changed=changed[number], reused=_reused(ll, case, one),
-            rank=one.rank,
+            rank=one.rank, share=_share(case, one),
         )  # fmt: skip
     return found
 
@@ -262,6 +265,21 @@ def _wanted(ll: Looseleaf, case: Case) -> list[int]:
 def _reused(ll: Looseleaf, case: Case, one: Try) -> float:
     count = ll.linker.plan(case.prompt, one.policy).count()
     return (count.exact + count.relocated + count.patched) / len(case.prompt)
+
+
+def _share(case: Case, one: Try) -> float:
+    pages = sum(case.alone[start].nbytes for start in one.patches if start in case.alone)
+    return sum(patch.nbytes for patch in one.patches.values()) / pages if pages else 0.0
+
+
+def flips(blind: Sequence[Arm]) -> int:
+    """Answers that blind reuse changes."""
+    return sum(one.changed for one in blind)
+
+
+def restored(arms: Sequence[Arm], blind: Sequence[Arm]) -> int:
+    """Of those, the ones that another way leaves as they were."""
+    return sum(other.changed and not one.changed for one, other in zip(arms, blind, strict=True))
 
 
 def closed(kl: float, blind: float, noise: float = 0.0) -> float | None:

@@ -10,7 +10,7 @@ a running system, `plot` draws. Nothing here asks a question or counts an answer
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ TILES = 12, 8
 CHOSEN = 0.25
 """Of the tokens, chosen by one layer's deficit."""
 ELSEWHERE = 64
-"""Positions a chunk is moved by to see what the place alone does."""
+"""Positions between the preamble and a chunk that is moved to see what the place alone does."""
 
 
 def relative_by_layer(deltas: Sequence[Tensor], energy: Sequence[Tensor]) -> list[float]:
@@ -77,7 +77,7 @@ def needed(energy: Tensor, share: float) -> int:
 
 
 def chosen_by_layer(deficit: Deficit, share: float = CHOSEN) -> list[float]:
-    """Energy of all layers in the tokens that one layer would choose by its keys, layer by layer; first without."""
+    """Energy of all layers in the tokens that one layer would choose by its keys; without the first layer."""
     energy = token_energy(deficit)
     count = round(share * len(energy))
     picks = [delta.square().sum(1).topk(count).indices for delta in deficit.keys[1:]]
@@ -126,7 +126,7 @@ class Look:
     """Its rows in context, keys un-rotated."""
     alone: KVRows
     elsewhere: KVRows
-    """Alone at another place."""
+    """Alone, further away from the preamble."""
     mass: Tensor
     """[token]: attention that all later tokens pay it."""
     links: Tensor
@@ -139,8 +139,9 @@ def measure(ll: Looseleaf, prompt: Prompt, span: Span, segment: Segment) -> dict
     record = ll.store.get(ll.linker.keys.kv(span.chunk))
     assert isinstance(record, ChunkKV), "the chunk is not stored: there is nothing to compare with"
     rows, mass = in_context(ll, prompt, span)
-    moved = ll.builder.build([segment, "?"], start_pos=ELSEWHERE)
-    elsewhere, _ = in_context(ll, moved, moved.chunks[0])
+    home = ll.builder.build([segment, "?"])
+    further = home.positions + ELSEWHERE * (torch.arange(len(home)) >= home.chunks[0].start)
+    elsewhere, _ = in_context(ll, replace(home, positions=further, next_pos=home.next_pos + ELSEWHERE), home.chunks[0])
     links = attention(ll, prompt, span.stop, span.start)[: span.start]
     return describe(Look(conditioned=rows, alone=record.rows, elsewhere=elsewhere, mass=mass, links=links))
 
@@ -170,7 +171,9 @@ def describe(look: Look) -> dict[str, Any]:
     """The looks as numbers."""
     deficit, moved = find_deficit(look.conditioned, look.alone), find_deficit(look.elsewhere, look.alone)
     energy, distance = token_energy(deficit), key_distance(look.conditioned, look.alone)
-    tokens, heads = len(energy), look.alone.layout.layers[0].keys.heads
+    tokens, layer = len(energy), look.alone.layout.layers[0]
+    content = "values" if layer.latent else "keys"  # MLA's keys are its rope band: what a token says is in the latent
+    planes, whole = getattr(deficit, content), deficit.value_energy if layer.latent else deficit.key_energy
     curve = np.interp(np.linspace(0, tokens, 21), np.arange(tokens + 1), [0.0, *carried(energy).tolist()])
     found: dict[str, Any] = {
         "tokens": tokens,
@@ -184,17 +187,17 @@ def describe(look: Look) -> dict[str, Any]:
         "chosen_by_oracle": float(carried(energy)[round(CHOSEN * tokens) - 1]),
         "links": len(look.links),
         "links_90": needed(look.links, 0.9),
-        "map": [tile(delta, whole) for delta, whole in zip(deficit.keys, deficit.key_energy, strict=True)],
+        "map": [tile(*pair) for pair in zip(planes, whole, strict=True)],
         "attention_by_position": by_position(look.mass),
         "attention_first_quarter": first_share(look.mass),
         "distance_by_position": by_position(distance),
         "distance_first_quarter": first_share(distance),
     }
-    if heads > 1:
-        found["energy_by_heads"] = heads_carry(deficit.keys, heads)
+    if layer.keys.heads > 1:
+        found["energy_by_heads"] = heads_carry(deficit.keys, layer.keys.heads)
     for name, deltas in (("keys", deficit.keys), ("values", deficit.values)):
         found |= _ranks(name, deltas, found[f"{name}_by_layer"])
-    return found
+    return found | {name.replace(content, "content", 1): one for name, one in found.items() if name.startswith(content)}
 
 
 def _ranks(name: str, deltas: Sequence[Tensor], relative: Sequence[float]) -> dict[str, Any]:

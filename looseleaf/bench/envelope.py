@@ -28,9 +28,11 @@ from looseleaf.bench.cases import (
     bounds_of,
     by_cell,
     closed,
+    flips,
     items,
     make_cases,
     mean_kl,
+    restored,
     rounds,
     tasks,
     try_all,
@@ -173,15 +175,15 @@ def drifted(drift: str, item: Item, other: Item, chance: Random) -> Item | None:
 
 def score(arms: Mapping[str, Sequence[Arm]]) -> dict[str, Any]:
     """What the patches of another prompt close, and what their own would."""
-    blind, flips = mean_kl(arms["blind"]), [at for at, one in enumerate(arms["blind"]) if one.changed]
+    blind = mean_kl(arms["blind"])
     return {
         "n": len(arms["blind"]),
         "kl_blind": blind,
         "eta": closed(mean_kl(arms["drifted"]), blind),
         "eta_exact": closed(mean_kl(arms["exact"]), blind),
-        "flips": len(flips),
-        "restored": sum(not arms["drifted"][at].changed for at in flips),
-        "restored_exact": sum(not arms["exact"][at].changed for at in flips),
+        "flips": flips(arms["blind"]),
+        "restored": restored(arms["drifted"], arms["blind"]),
+        "restored_exact": restored(arms["exact"], arms["blind"]),
         "harmed": sum(
             one.changed and not other.changed for one, other in zip(arms["drifted"], arms["blind"], strict=True)
         ),

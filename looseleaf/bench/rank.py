@@ -26,8 +26,10 @@ from looseleaf.bench.cases import (
     bounds_of,
     by_cell,
     closed,
+    flips,
     make_cases,
     mean_kl,
+    restored,
     rounds,
     tasks,
     try_all,
@@ -154,17 +156,17 @@ def _best_tokens(deficit: Deficit, energy: torch.Tensor, share: float, dtype: to
 def score(found: Mapping[tuple[str, float], Sequence[Arm]]) -> list[dict[str, Any]]:
     """A row for every arm and share."""
     blind = found["blind", 0.0]
-    flips = [at for at, one in enumerate(blind) if one.changed]
     rows = []
     ranks = {share: [one.rank for one in each] for (arm, share), each in found.items() if arm == "patch"}
     for (arm, share), each in found.items():
         right = Share(right=sum(one.right for one in each), n=len(each))
         low, high = right.interval
         rows.append({
-            "arm": arm, "share": share, "rank": sum(ranks[share]) / len(ranks[share]) if share else 0.0,
+            "arm": arm, "share": share, "bytes": sum(one.share for one in each) / len(each),
+            "rank": sum(ranks[share]) / len(ranks[share]) if share else 0.0,
             "n": right.n, "accuracy": right.value, "low": low, "high": high,
             "kl": mean_kl(each), "eta": closed(mean_kl(each), mean_kl(blind)),
-            "flips": len(flips), "restored": sum(not each[at].changed for at in flips),
+            "flips": flips(blind), "restored": restored(each, blind),
         })  # fmt: skip
     return rows
 
@@ -194,7 +196,8 @@ def plot(report: Report, path: Path) -> None:
         for arm in dict.fromkeys(row["arm"] for row in rows):
             own = [row for row in rows if row["arm"] == arm and row["eta"] is not None]
             style = "--" if "tokens" in arm else "-"
-            axes.plot([row["share"] for row in own], [row["eta"] for row in own], style, marker="o", label=arm)
+            across = [row["share"] if "tokens" in arm else row["bytes"] for row in own]
+            axes.plot(across, [row["eta"] for row in own], style, marker="o", label=arm)
         axes.set_xscale("log")
         axes.set_xticks(SHARES, [f"{share:.0%}" for share in SHARES])
         axes.set_ylim(min(-0.1, axes.get_ylim()[0]), 1.02)

@@ -29,8 +29,10 @@ from looseleaf.bench.cases import (
     bounds_of,
     by_cell,
     closed,
+    flips,
     make_cases,
     mean_kl,
+    restored,
     rows_alone,
     try_all,
 )  # fmt: skip
@@ -101,18 +103,17 @@ def score(arms: Mapping[str, Sequence[Arm]]) -> dict[str, Any]:
     """What each patch of the last picture comes to."""
     blind = mean_kl(arms["blind"])
     patched = {arm: each for arm, each in arms.items() if arm != "blind"}
-    flips = [at for at, one in enumerate(arms["blind"]) if one.changed]
     worst = max(
         (one.kl / other.kl for one, other in zip(arms["orbit"], arms["blind"], strict=True) if other.kl > LITTLE),
         default=math.nan,
     )
     return {
-        "n": len(arms["blind"]),
+        "orders": len(arms["blind"]),
         "kl_blind": blind,
         **{f"eta_{arm}": closed(mean_kl(each), blind) for arm, each in patched.items()},
         "eta_orbit_worst": 1 - worst,
-        "flips": len(flips),
-        **{f"restored_{arm}": sum(not each[at].changed for at in flips) for arm, each in patched.items()},
+        "flips": flips(arms["blind"]),
+        **{f"restored_{arm}": restored(each, arms["blind"]) for arm, each in patched.items()},
         **{f"right_{arm}": sum(one.right for one in each) / len(each) for arm, each in arms.items()},
     }
 

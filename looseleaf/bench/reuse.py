@@ -32,8 +32,10 @@ from looseleaf.bench.cases import (
     bounds_of,
     by_cell,
     closed,
+    flips,
     make_cases,
     mean_kl,
+    restored,
     rounds,
     tasks,
     try_all,
@@ -86,6 +88,7 @@ def run(options: BenchOptions, tell: Callable[[str], None] = lambda stage: None)
             for arm, one in score(arms).items()
         ]
         report.rows += rows
+        report.details.setdefault("kl_by_tenths", {})[name] = tenths(outcomes)
         report.summary[name] = {"dtype": options.dtype or DTYPE, **summarise(rows)}
     if options.analyse is not None:
         shapes = {}
@@ -137,11 +140,11 @@ def ask(ll: Looseleaf, asked: Sequence[Item]) -> list[dict[str, Arm]]:
     tries = []
     for case in cases:
         ways = {arm: Try(policy=policy) for arm, policy in policies(case.prompt, ll.adapter.layout).items()}
-        for share, patches in patches_of(case).items():
+        made = patches_of(case)
+        for share, patches in made.items():
             ways[f"patch {share:.0%}"] = Try(patches=patches)
-        ways[DEEP_PATCH] = Try(
-            patches={at: cut(one, share=1, from_layer=middle) for at, one in patches_of(case)[SHARE].items()}
-        )
+        deep = {at: cut(one, share=1, from_layer=middle) for at, one in made[SHARE].items()}
+        ways[DEEP_PATCH] = Try(patches=deep)
         moved = ll.builder.build(case.item.prompt, start_pos=MOVED)
         ways[NOISE] = Try(policy=Reprefill(), prompt=moved, max_rows=PIECE)
         tries.append(ways)
@@ -163,7 +166,6 @@ def patches_of(case: Case) -> dict[float, dict[int, Patch]]:
 def score(arms: Mapping[str, Sequence[Arm]]) -> dict[str, dict[str, Any]]:
     """Figures of every arm over the same questions."""
     blind = arms[BLIND]
-    flips = [at for at, one in enumerate(blind) if one.changed]
     kl = {arm: mean_kl(each) for arm, each in arms.items()}
     figures = {}
     for arm, each in arms.items():
@@ -175,14 +177,20 @@ def score(arms: Mapping[str, Sequence[Arm]]) -> dict[str, dict[str, Any]]:
             "low": low,
             "high": high,
             "kl": kl[arm],
-            "kl_by_tenths": np.quantile([one.kl for one in each], np.linspace(0, 1, 11)).round(6).tolist(),
             "eta": closed(kl[arm], kl[BLIND], kl.get(NOISE, 0.0)),
             "changed": sum(one.changed for one in each),
-            "flips": len(flips),
-            "restored": sum(not each[at].changed for at in flips),
+            "flips": flips(blind),
+            "restored": restored(each, blind),
             "reused": sum(one.reused for one in each) / len(each),
         }
     return figures
+
+
+def tenths(outcomes: Sequence[Outcome]) -> dict[str, list[float]]:
+    """KL of every arm over the multi-hop questions about pictures: the least, by tenths, the most."""
+    asked = [one.arms for one in outcomes if one.cell[1] == 2 and one.cell[0] != CONTROL]
+    nats = {arm: [arms[arm].kl for arms in asked] for arm in (asked[0] if asked else ())}
+    return {arm: np.quantile(each, np.linspace(0, 1, 11)).round(6).tolist() for arm, each in nats.items()}
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -28,9 +28,11 @@ from looseleaf.bench.cases import (
     bounds_of,
     by_cell,
     closed,
+    flips,
     items,
     make_cases,
     mean_kl,
+    restored,
     rounds,
     try_all,
 )  # fmt: skip
@@ -46,6 +48,8 @@ from looseleaf.system import Looseleaf
 COUNT, QUICK_COUNT = 100, 1
 TURNOVER = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Shares of the pictures in front that were replaced."""
+ABOUT = 0.125
+"""How far from that a question's own share may be: one with two pictures in front has no quarter of them."""
 GONE = ("needed", "not needed")
 
 
@@ -154,13 +158,15 @@ def try_recall(ll: Looseleaf, some: Sequence[Item], others: Sequence[Item], seed
     stale = [patches_by_content(case, FORM) for case in make_cases(ll, some)]
     found = []
     for turned in TURNOVER:
-        moved = [
-            _turned(item, other, turned, Random(f"{seed} {at}"))
-            for at, (item, other) in enumerate(zip(some, others, strict=True))
-        ]
+        moved, known = [], []
+        for at, (item, other, old) in enumerate(zip(some, others, stale, strict=True)):
+            changed = _turned(item, other, turned, Random(f"{seed} {at}"))
+            if changed is not None:
+                moved.append(changed)
+                known.append(old)
         cases = make_cases(ll, moved)
         tries = []
-        for case, old in zip(cases, stale, strict=True):
+        for case, old in zip(cases, known, strict=True):
             back = case.prompt.chunks[max(case.item.question.needs)]
             assert back.chunk is not None
             rest = {at: one for at, one in placed(case, patches_by_content(case, WHOLE)).items() if at != back.start}
@@ -175,12 +181,15 @@ def try_recall(ll: Looseleaf, some: Sequence[Item], others: Sequence[Item], seed
     return found
 
 
-def _turned(item: Item, other: Item, share: float, chance: Random) -> Item:
-    """An item of whose pictures in front of the last it needs a share is another's."""
+def _turned(item: Item, other: Item, share: float, chance: Random) -> Item | None:
+    """An item of whose pictures in front of the last it needs about a share is another's; None where that cannot be."""
     last = max(item.question.needs)
     chunks = list(item.chunks)
     lent = [chunk for chunk in other.chunks if chunk not in chunks]
-    for at in chance.sample(range(last), min(round(share * last), len(lent))):
+    count = round(share * last)
+    if count > len(lent) or abs(count - share * last) > ABOUT * last:
+        return None
+    for at in chance.sample(range(last), count):
         chunks[at] = lent.pop(0)
     return replace(item, chunks=chunks, prompt=[*chunks, item.question.text])
 
@@ -188,12 +197,11 @@ def _turned(item: Item, other: Item, share: float, chance: Random) -> Item:
 def score(arms: Mapping[str, Sequence[Arm]]) -> list[dict[str, Any]]:
     """A row for every arm."""
     blind = arms["blind"]
-    flips = [at for at, one in enumerate(blind) if one.changed]
     return [
         {
             "arm": arm, "n": len(each), "kl": mean_kl(each), "eta": closed(mean_kl(each), mean_kl(blind)),
-            "changed": sum(one.changed for one in each), "flips": len(flips),
-            "restored": sum(not each[at].changed for at in flips), "right": sum(one.right for one in each),
+            "changed": sum(one.changed for one in each), "flips": flips(blind), "restored": restored(each, blind),
+            "right": sum(one.right for one in each),
         }
         for arm, each in arms.items()
     ]  # fmt: skip

@@ -21,8 +21,6 @@ PLAIN = 0.3
 place of 200 (and after more than 250 by AdamW alone)."""
 TABLES = ("embed_tokens", "lm_head", "pos_emb", "position_embedding")
 """Parameters that are rows to look up, by name: each row learns by itself, so AdamW takes them."""
-TEXT = "language_model"
-"""In the names of what every batch goes through."""
 STEPS = (
     (4.0848, -6.8946, 2.9270),
     (3.9505, -6.3029, 2.6377),
@@ -37,16 +35,15 @@ class Optimiser:
     """Steps every parameter of a model."""
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-        groups: dict[tuple[bool, int, int], list[nn.Parameter]] = defaultdict(list)
+        groups: dict[tuple[int, int], list[nn.Parameter]] = defaultdict(list)
         plain: list[nn.Parameter] = []
         for name, parameter in named:
             if parameter.dim() > 1 and not any(table in name for table in TABLES):
-                # a batch without pictures has no slopes for the tower and what projects its rows
-                groups[TEXT in name, parameter.shape[0], parameter[0].numel()].append(parameter)
+                groups[parameter.shape[0], parameter[0].numel()].append(parameter)
             else:
                 plain.append(parameter)
         self._matrices: list[list[Tensor]] = [list(group) for group in groups.values()]
-        self._moments = [torch.zeros(len(own), *shape, device=own[0].device) for (_, *shape), own in groups.items()]
+        self._moments = [torch.zeros(len(group), *shape, device=group[0].device) for shape, group in groups.items()]
         fused = plain[0].device.type == "cuda"
         self._plain = torch.optim.AdamW(plain, lr=1.0, betas=(0.9, 0.98), weight_decay=DECAY, fused=fused)
         self._parameters = [*plain, *(one for group in self._matrices for one in group)]
@@ -58,11 +55,18 @@ class Optimiser:
         for group in self._plain.param_groups:
             group["lr"] = rate * PLAIN
         self._plain.step()
-        for parameters, moments in zip(self._matrices, self._moments, strict=True):
-            if any(one.grad is None for one in parameters):
+        for group_matrices, group_moments in zip(self._matrices, self._moments, strict=True):
+            # a batch without pictures has no slopes for the tower and what projects its rows
+            sloped = [at for at, one in enumerate(group_matrices) if one.grad is not None]
+            if not sloped:
                 continue
+            parameters = [group_matrices[at] for at in sloped]
+            whole = len(sloped) == len(group_matrices)
+            moments = group_moments if whole else group_moments[sloped]
             slopes = torch.stack([one.grad.flatten(1) for one in parameters if one.grad is not None])
             moments.lerp_(slopes, 1 - MOMENTUM)
+            if not whole:
+                group_moments[sloped] = moments
             steps = orthogonal(slopes.lerp(moments, MOMENTUM))
             size = SIZE * max(steps.shape[1:]) ** 0.5
             torch._foreach_mul_(parameters, 1 - rate * DECAY)

@@ -134,7 +134,8 @@ def test_a_chunk_that_stands_at_home_has_no_deficit_and_the_next_one_has(
     assert second["keys_by_layer"][-1] > 0.01
     assert second["tokens"] == len(prompt.chunks[1])
     assert 0 < second["tokens_50"] <= second["tokens_90"] <= 1
-    assert max(second["position_by_layer"]) < 1e-4, "the place alone changes nothing"
+    assert second["position_by_layer"][0] < 1e-4 < max(second["position_by_layer"]), "the preamble is seen from afar"
+    assert second["content_by_layer"] == second["values_by_layer" if family == "kimi_k25" else "keys_by_layer"]
     assert 0 < second["links_90"] <= second["links"] == prompt.chunks[1].start
     assert 0 < second["chosen_by_layer"][-1] <= second["chosen_by_oracle"] + 1e-9
     assert ("energy_by_heads" in second) == (family != "kimi_k25")
