@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from looseleaf.engine.request import Sampling, TokenLogprob
+from looseleaf.errors import ModelError
 
 COLD = 1e-5
 """Temperatures below this are greedy: dividing by them would overflow."""
@@ -37,11 +39,15 @@ class Choice:
 
 def choose(logits: Tensor, samplings: Sequence[Sampling], generators: Sequence[torch.Generator | None]) -> list[Choice]:
     """The next token of every row [row, vocabulary]. A row whose draw fails does not disturb the others."""
-    likeliest: list[int] = logits.argmax(dim=-1).tolist()
+    best = logits.max(dim=-1)  # a NaN is the largest
+    tokens, sizes = torch.stack((best.indices.double(), best.values.double())).tolist()
     return [
-        _choose_row(logits[row], token, sampling, generator)
-        for row, (token, sampling, generator) in enumerate(zip(likeliest, samplings, generators, strict=True))
-    ]
+        _choose_row(logits[row], int(token), sampling, generator) if math.isfinite(size)
+        else Choice(int(token), error=ModelError("the model gave logits that are not numbers"))
+        for row, (token, size, sampling, generator) in enumerate(
+            zip(tokens, sizes, samplings, generators, strict=True)
+        )
+    ]  # fmt: skip
 
 
 def _choose_row(logits: Tensor, likeliest: int, sampling: Sampling, generator: torch.Generator | None) -> Choice:
