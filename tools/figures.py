@@ -104,6 +104,11 @@ def bars(axes: Axes, groups: Sequence[str], series: Mapping[str, Sequence[float]
     axes.set_xticks([at + 0.4 - wide / 2 for at in range(len(groups))], groups, fontsize=8)
 
 
+def below(axes: Axes) -> None:
+    """A legend under the axes, where it hides nothing."""
+    axes.legend(frameon=False, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3)
+
+
 def figure_3(results: Results) -> Figure:
     """Structure of the deficit: directions by layer, depth, and how many keys in front it comes from."""
     every = results.shapes()
@@ -124,7 +129,7 @@ def figure_3(results: Results) -> Figure:
         bars(line[2], names, {label: [shapes[one][key] for one in names] for label, key in counts.items()})
         line[2].set_title("keys of the antecedent")
         for axes in line:
-            axes.legend(frameon=False, fontsize=7)
+            below(axes)
     return figure
 
 
@@ -136,7 +141,7 @@ def figure_5(results: Results) -> Figure:
         axes.plot([row["rank"] for row in rows], [row["eta"] for row in rows], "o-", label=model)
     axes.axhline(0.9, color="0.7", linestyle=":")
     axes.set(xscale="log", xlabel="rank of the patch", ylabel="η", ylim=(min(0, axes.get_ylim()[0]), 1.02))
-    axes.legend(frameon=False, fontsize=8)
+    below(axes)
     return figure
 
 
@@ -163,7 +168,7 @@ def figure_6(results: Results) -> Figure:
     heads.plot([0, 1], [0, 1], color="0.7", linestyle=":")
     heads.set(xlabel="share of heads, best first", ylim=(0, 1.02), title="wrong grouping: energy in the best heads")
     for axes in (tokens, depth, heads):
-        axes.legend(frameon=False, fontsize=7)
+        below(axes)
     return figure
 
 
@@ -189,8 +194,8 @@ def figure_7(results: Results) -> Figure:
         xlabel="share of questions", ylabel="KL, nats", title="KL by tenths of the questions, mean over models"
     )
     residual.set_yscale("symlog", linthresh=1e-3)
-    closed.legend(frameon=False, fontsize=7)
-    residual.legend(frameon=False, fontsize=7)
+    below(closed)
+    below(residual)
     return figure
 
 
@@ -231,7 +236,7 @@ def figure_9(results: Results) -> Figure:
     bars(gap, models, {label: over(arm, "accuracy") for label, arm in arms.items()})
     gap.set(ylim=(0, 1.02), title="multi-hop accuracy")
     for axes in (energy, recovery, gap):
-        axes.legend(frameon=False, fontsize=7)
+        below(axes)
     return figure
 
 
@@ -251,7 +256,7 @@ def figure_10(results: Results) -> Figure:
                          **{label: over(arm, "accuracy") for label, arm in arms.items()}})  # fmt: skip
     right.set(title="multi-hop accuracy, all models together", ylim=(0, 1.02))
     for axes in (lost, right):
-        axes.legend(frameon=False, fontsize=8)
+        below(axes)
     return figure
 
 
@@ -277,7 +282,7 @@ def figure_11(results: Results) -> Figure:
         paid.plot(reuses, before + row["patched"] * reuses, "o-", color=colour, label=f"{row['dtype']}: patched")
     paid.set(xlabel="reuses", title="seconds in all")
     for axes in (alone, whole, paid):
-        axes.legend(frameon=False, fontsize=8)
+        below(axes)
     return figure
 
 
@@ -300,7 +305,7 @@ def figure_12(results: Results) -> Figure:
     bars(answers, models, agreeing)
     answers.set(ylim=(0, 1.02), title="answers equal to re-prefill's, word by word")
     for axes in (left, answers):
-        axes.legend(frameon=False, fontsize=8)
+        below(axes)
     return figure
 
 
