@@ -37,7 +37,7 @@ def test_figures_are_drawn_from_results(
     told = capsys.readouterr().out
     drawn = {path.stem for path in out.iterdir() if path.stat().st_size > 5000}
     assert drawn == {f"figure-{number}" for number in (3, 5, 6, 7, 8, 9, 10)}
-    assert "figure-11: no result has 'segment'" in told
+    assert "figure-11: no result of bench segment and amortize" in told
     (results / "again.json").write_text((results / "rank.json").read_text())
     with pytest.raises(SystemExit, match="has another result of bench rank"):
         figures.main(results, out)

@@ -16,14 +16,16 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from looseleaf.bench.cases import CONTROL
+from looseleaf.bench.deficit import SHOWN_RANKS
+from looseleaf.bench.reuse import pool
+
 ROOT = Path(__file__).parent.parent
 TOKENS = {"first half": "first half of the tokens", "first quarter": "first quarter", "deviation": "by deviation",
           "layer-adaptive": "layer by layer", "query-aware": "by attention"}  # fmt: skip
 PATCHES = {"patch 25%": "patch, 25 % of bytes", "patch 25%, deep half": "its deep half", "patch 6%": "patch, 6 %"}
 KINDS = {"legend": "images", "change": "images", "documents": "images", "clip": "video", "stream": "video",
          "documents as text": "text"}  # fmt: skip
-CONTROL = "documents as text"
-
 Row = Mapping[str, Any]
 
 
@@ -36,6 +38,8 @@ class Results:
             run = json.loads(path.read_text(encoding="utf-8"))
             if run["quick"]:
                 continue
+            if run["bench"] == "reuse" and "deficit" not in run.get("details", {}):
+                raise SystemExit(f"{path}: run bench reuse with --analyse, which the figures need")
             asked = {row["model"] for row in run["rows"] if "model" in row}
             for other in self.runs.setdefault(run["bench"], []):
                 twice = asked & {row.get("model") for row in other["rows"]}
@@ -44,7 +48,7 @@ class Results:
             self.runs[run["bench"]].append(run)
 
     def rows(self, bench: str, **where: Any) -> list[Row]:
-        """Of every run of a bench; KeyError where there is none."""
+        """Of every run of a bench."""
         rows = [row for run in self.runs[bench] for row in run["rows"]]
         return [row for row in rows if all(row[key] == value for key, value in where.items())]
 
@@ -69,20 +73,13 @@ def mean(shapes: Mapping[str, Mapping[str, Any]], key: str) -> Any:
     return np.mean([shape[key] for shape in shapes.values() if key in shape], axis=0)
 
 
-def pooled(rows: Sequence[Row]) -> dict[str, float]:
-    """One arm over several tasks, each question counting once."""
-    count = sum(row["n"] for row in rows)
-    found = {key: sum(row[key] * row["n"] for row in rows) / count for key in ("accuracy", "kl")}
-    return found | {key: sum(row[key] for row in rows) for key in ("changed", "flips", "restored", "n")}
-
-
 def multi_hop(results: Results) -> tuple[list[str], Callable[[str, str], list[float]]]:
     """Models of bench reuse, and a number of an arm for each over its multi-hop questions about pictures."""
     models = results.models("reuse")
     rows = [row for row in results.rows("reuse", hops=2) if row["task"] != CONTROL]
 
     def over(arm: str, key: str) -> list[float]:
-        return [pooled([row for row in rows if (row["model"], row["policy"]) == (model, arm)])[key] for model in models]
+        return [pool([row for row in rows if (row["model"], row["policy"]) == (model, arm)])[key] for model in models]
 
     return models, over
 
@@ -117,9 +114,9 @@ def figure_3(results: Results) -> Figure:
         by_layer = mean(shapes, "content_carried_by_layer")
         for layer, curve in enumerate(by_layer[1:], 1):
             shade = f"{0.8 - 0.7 * layer / len(by_layer):.2f}"
-            line[0].plot([1, 2, 4, 8, 16, 32], curve, color=shade, marker=".", label=f"layer {layer}")
+            line[0].plot(SHOWN_RANKS, curve, color=shade, marker=".", label=f"layer {layer}")
         line[0].set(xscale="log", xlabel="rank", ylim=(0, 1.02), title=f"{model}: energy by rank")
-        line[0].set_xticks([1, 2, 4, 8, 16, 32], ["1", "2", "4", "8", "16", "32"])
+        line[0].set_xticks(SHOWN_RANKS, [str(rank) for rank in SHOWN_RANKS])
         line[1].plot(mean(shapes, "keys_by_layer"), "o-", label="keys, in context")
         line[1].plot(mean(shapes, "values_by_layer"), "s--", label="values, in context")
         line[1].plot(mean(shapes, "position_by_layer"), "k:", label="keys, further from the preamble")
@@ -247,7 +244,7 @@ def figure_10(results: Results) -> Figure:
     labels = [f"{task.replace(' as text', '')}\n({KINDS[task]})" for task in tasks]
 
     def over(arm: str, key: str) -> list[float]:
-        return [pooled(results.rows("reuse", hops=2, task=task, policy=arm))[key] for task in tasks]
+        return [pool(results.rows("reuse", hops=2, task=task, policy=arm))[key] for task in tasks]
 
     arms = {"blind reuse": "full-reuse", "patch, 25 %": "patch 25%"}
     bars(lost, labels, {label: over(arm, "kl") for label, arm in arms.items()})
@@ -309,23 +306,25 @@ def figure_12(results: Results) -> Figure:
     return figure
 
 
-FIGURES: dict[str, Callable[[Results], Figure]] = {
-    "figure-3": figure_3, "figure-5": figure_5, "figure-6": figure_6, "figure-7": figure_7, "figure-8": figure_8,
-    "figure-9": figure_9, "figure-10": figure_10, "figure-11": figure_11, "figure-12": figure_12,
+FIGURES: dict[str, tuple[Callable[[Results], Figure], tuple[str, ...]]] = {
+    "figure-3": (figure_3, ("reuse",)), "figure-5": (figure_5, ("rank",)), "figure-6": (figure_6, ("reuse", "rank")),
+    "figure-7": (figure_7, ("reuse",)), "figure-8": (figure_8, ("reuse",)), "figure-9": (figure_9, ("reuse", "rank")),
+    "figure-10": (figure_10, ("reuse",)), "figure-11": (figure_11, ("segment", "amortize")),
+    "figure-12": (figure_12, ("reuse", "exact")),
 }  # fmt: skip
+"""By name: what draws it, and the benches it takes."""
 
 
 def main(folder: Path = ROOT / "bench" / "results", out: Path = ROOT / "docs" / "kamera") -> None:
     """Every figure that has results."""
     results = Results(folder)
     out.mkdir(parents=True, exist_ok=True)
-    for name, draw in FIGURES.items():
-        try:
-            figure = draw(results)
-        except KeyError as missing:
-            print(f"{name}: no result has {missing}")
+    for name, (draw, benches) in FIGURES.items():
+        missing = [bench for bench in benches if bench not in results.runs]
+        if missing:
+            print(f"{name}: no result of bench {' and '.join(missing)}")
             continue
-        figure.savefig(out / f"{name}.png", dpi=110)
+        draw(results).savefig(out / f"{name}.png", dpi=110)
         print(f"{name}: {out / name}.png")
 
 

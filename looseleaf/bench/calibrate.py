@@ -18,7 +18,6 @@ from looseleaf.bench.cases import (
     Arm,
     Asking,
     Case,
-    Item,
     Outcome,
     Try,
     by_cell,
@@ -29,7 +28,7 @@ from looseleaf.bench.cases import (
     tasks,
     try_all,
 )  # fmt: skip
-from looseleaf.bench.envelope import ask_drifted, asked
+from looseleaf.bench.envelope import ask_drifted, drifting_tasks
 from looseleaf.bench.report import commit
 from looseleaf.bench.reuse import MOVED, PIECE
 from looseleaf.kv.records import Patch
@@ -68,14 +67,14 @@ def calibrate(
 ) -> Calibration:
     """Measure a model that is open."""
     bounds = HELD_OUT.get(ll.adapter.model.config.model_type, HELD_OUT["qwen2_5_vl"])
-    every, drifting = tasks(bounds), asked(bounds)
+    every, drifting = tasks(bounds), drifting_tasks(bounds)
     if not ll.adapter.sees_images:
         bounds, every, drifting = replace(bounds, counts=(2,)), [CONTROL], [CONTROL]  # two pages of words
     asking = Asking(count=count, seed=OWN_SEEDS + seed, tell=tell)
-    arms = _arms(ll, bounds, every, (1, 2), asking, [(share, 0.0) for share in SHARES])
+    arms = _arms(ll, bounds, every, asking, lambda case: _plain(ll, case) | _patched(ll, case, SHARES, (0.0,)))
     ways = {name: loss(arms[name], arms[BLIND]) for name in arms if name not in (BLIND, NOISE)}
     share = next((one for one in SHARES if _enough(ways[_of_share(one)])), SHARES[-1])
-    deep_arms = _arms(ll, bounds, every, (1, 2), asking, [(share, depth) for depth in (0.0, *DEPTHS)])
+    deep_arms = _arms(ll, bounds, every, asking, lambda case: _patched(ll, case, (share,), (0.0, *DEPTHS)))
     deep = {name: loss(deep_arms[name], deep_arms[BLIND]) for name in deep_arms}
     from_layer = _from_layer(deep, share, len(ll.adapter.layout.layers))
     ways |= {_of_share(share, depth): deep[_of_share(share, depth)] for depth in DEPTHS}
@@ -103,33 +102,34 @@ def _changed(one: Arm) -> bool:
 
 
 def _arms(
-    ll: Looseleaf, bounds: Bounds, asked: Sequence[str], hops: Sequence[int], asking: Asking,
-    forms: Sequence[tuple[float, float]],
-) -> dict[str, list[Arm]]:  # fmt: skip
-    """Every way over all questions; forms: shares and depths of patches."""
-    (found,) = by_cell(
-        Outcome(cell=None, arms=arms)
-        for task in asked
-        for number in hops
-        for _, some in rounds(bounds, task, number, asking)
-        for arms in _ask(ll, some, forms)
-    ).values()
+    ll: Looseleaf, bounds: Bounds, asked: Sequence[str], asking: Asking, ways: Callable[[Case], Mapping[str, Try]]
+) -> dict[str, list[Arm]]:
+    """Blind reuse and some ways, over all questions."""
+    outcomes = []
+    for task in asked:
+        for hops in (1, 2):
+            for _, some in rounds(bounds, task, hops, asking):
+                cases = make_cases(ll, some)
+                tries = [{BLIND: Try(policy=FullReuse()), **ways(case)} for case in cases]
+                outcomes += [Outcome(cell=None, arms=arms) for arms in try_all(ll, cases, tries)]
+    (found,) = by_cell(outcomes).values()
     return found
 
 
-def _ask(ll: Looseleaf, some: Sequence[Item], forms: Sequence[tuple[float, float]]) -> list[dict[str, Arm]]:
-    cases = make_cases(ll, some)
-    tries = []
-    for case in cases:
-        ways: dict[str, Try] = {BLIND: Try(policy=FullReuse()), "first-k:32": Try(policy=FirstK(k=32))}
-        most = max(share for share, _ in forms)
-        whole = {at: patch_of(one, case.alone[at], share=most) for at, one in case.deficits.items()}
-        for share, depth in forms:
-            from_layer = _layer(depth, len(ll.adapter.layout.layers))
-            ways[_of_share(share, depth)] = Try(patches=_cut(whole, share, from_layer))
-        ways[NOISE] = _again(ll, case)
-        tries.append(ways)
-    return try_all(ll, cases, tries)
+def _plain(ll: Looseleaf, case: Case) -> dict[str, Try]:
+    """Ways without a patch."""
+    return {"first-k:32": Try(policy=FirstK(k=32)), NOISE: _again(ll, case)}
+
+
+def _patched(ll: Looseleaf, case: Case, shares: Sequence[float], depths: Sequence[float]) -> dict[str, Try]:
+    """Patches of every share and depth."""
+    layers = len(ll.adapter.layout.layers)
+    whole = {at: patch_of(one, case.alone[at], share=max(shares)) for at, one in case.deficits.items()}
+    return {
+        _of_share(share, depth): Try(patches=_cut(whole, share, _layer(depth, layers)))
+        for share in shares
+        for depth in depths
+    }
 
 
 def _again(ll: Looseleaf, case: Case) -> Try:

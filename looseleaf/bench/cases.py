@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from random import Random
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -27,7 +28,7 @@ from looseleaf.prompt.segments import Document, Segment
 from looseleaf.system import Looseleaf
 from looseleaf.workloads.albums import HEADLINE, as_segment, headline_question, task_album
 from looseleaf.workloads.bounds import HELD_OUT, Bounds
-from looseleaf.workloads.questions import Question, held_out
+from looseleaf.workloads.questions import Question, Size, held_out
 
 CONTROL = "documents as text"
 MAX_TOKENS = 16
@@ -42,6 +43,7 @@ GAPS = ("", "", "", " and ", "\n", " Here is one more. ", " The next one: ", " K
 """Words before the first entry, and between two."""
 
 K = TypeVar("K")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +53,10 @@ class Item:
     chunks: list[Segment]
     prompt: list[Segment]
     question: Question
+
+    def behind(self, chunks: Sequence[Segment]) -> Item:
+        """The same question behind these chunks and no words."""
+        return replace(self, chunks=list(chunks), prompt=[*chunks, self.question.text])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,25 +136,30 @@ def items(bounds: Bounds, task: str, hops: int, count: int, seed: int) -> list[I
 
 
 def draw(bounds: Bounds, task: str, hops: int, seed: int, number: int) -> Item:
-    """The question of that number; an album without such a question is drawn again."""
-    split = held_out()
-    for attempt in range(ATTEMPTS):
-        chance = split.chance("reuse", seed, task, hops, number, attempt)
-        frames = task in ("clip", "stream")
-        size = (bounds.frame_side,) * 2 if frames else bounds.sizes[number % len(bounds.sizes)]
-        album = task_album(task, chance, split, size, chance.choice(bounds.counts_of(task)))
-        question = headline_question(task, hops, album, chance, split)
-        if question is not None:
-            break
-    else:
-        raise AssertionError(f"{ATTEMPTS} albums and none has a question about {task} of {hops} hops")
-    chunks: list[Segment] = [as_segment(entry) for entry in album.entries]
+    """The question of that number, some words around its pictures."""
+    frames = task in ("clip", "stream")
+    size = (bounds.frame_side,) * 2 if frames else bounds.sizes[number % len(bounds.sizes)]
+    chunks, question, chance = album_about(task, hops, size, bounds.counts_of(task), "reuse", seed, task, hops, number)
     prompt: list[Segment] = []
     for chunk in chunks:
         words = chance.choice(GAPS if prompt else OPENINGS)
         words = words.rstrip(" ") if isinstance(chunk, Document) else words  # a page starts a line of its own
         prompt += [words, chunk] if words else [chunk]
     return Item(chunks=chunks, prompt=[*prompt, question.text], question=question)
+
+
+def album_about(
+    task: str, hops: int, size: Size, counts: Sequence[int], *seed: str | int
+) -> tuple[list[Segment], Question, Random]:
+    """Chunks with such a question, and the chance they were drawn by; an album that has none is drawn again."""
+    split = held_out()
+    for attempt in range(ATTEMPTS):
+        chance = split.chance(*seed, attempt)
+        album = task_album(task, chance, split, size, chance.choice(counts))
+        question = headline_question(task, hops, album, chance, split)
+        if question is not None:
+            return [as_segment(entry) for entry in album.entries], question, chance
+    raise AssertionError(f"{ATTEMPTS} albums and none has a question about {task} of {hops} hops")
 
 
 def rounds(bounds: Bounds, task: str, hops: int, asking: Asking) -> Iterator[tuple[int, list[Item]]]:
@@ -158,6 +169,12 @@ def rounds(bounds: Bounds, task: str, hops: int, asking: Asking) -> Iterator[tup
         asking.tell(f"{task}, {'single' if hops == 1 else 'multi'}-hop, question {first + 1} of {asking.count}")
         numbers = range(first, min(first + TOGETHER, asking.count))
         yield number, [draw(bounds, task, hops, asking.seed, at) for at in numbers]
+
+
+def possible(changed: Iterable[Item | None], of: Sequence[T]) -> tuple[list[Item], list[T]]:
+    """Items that could be changed as wanted, and what belongs to each."""
+    both = [(item, one) for item, one in zip(changed, of, strict=True) if item is not None]
+    return [item for item, _ in both], [one for _, one in both]
 
 
 def by_cell(outcomes: Iterable[Outcome]) -> dict[Any, dict[Any, list[Arm]]]:

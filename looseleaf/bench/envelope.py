@@ -32,6 +32,7 @@ from looseleaf.bench.cases import (
     items,
     make_cases,
     mean_kl,
+    possible,
     restored,
     rounds,
     tasks,
@@ -68,10 +69,10 @@ def run(options: BenchOptions, tell: Callable[[str], None] = lambda stage: None)
 
 def ask(ll: Looseleaf, asking: Asking) -> list[Outcome]:
     """One model, by drift."""
-    return ask_drifted(ll, bounds_of(ll), asked(bounds_of(ll)), asking, form=FORM)
+    return ask_drifted(ll, bounds_of(ll), drifting_tasks(bounds_of(ll)), asking, form=FORM)
 
 
-def asked(bounds: Bounds) -> list[str]:
+def drifting_tasks(bounds: Bounds) -> list[str]:
     """Tasks with pictures, but for streams: their frames are too many to exchange one by one."""
     return [task for task in tasks(bounds) if task not in (CONTROL, "stream")]
 
@@ -95,16 +96,13 @@ def try_drifts(
 
     `whole`: with all that context had added there, as rows that were kept have it.
     """
-    plain = [replace(item, prompt=[*item.chunks, item.question.text]) for item in some]
+    plain = [item.behind(item.chunks) for item in some]
     made = [(patches_by_content(case, form), patches_by_content(case, WHOLE)) for case in make_cases(ll, plain)]
     found = []
     for drift in DRIFTS:
-        moved, known = [], []
-        for number, (item, other, patches) in enumerate(zip(plain, others, made, strict=True)):
-            changed = drifted(drift, item, other, Random(f"{seed} {number} {drift}"))
-            if changed is not None:
-                moved.append(changed)
-                known.append(patches)
+        pairs = enumerate(zip(plain, others, strict=True))
+        changed = (drifted(drift, item, other, Random(f"{seed} {at} {drift}")) for at, (item, other) in pairs)
+        moved, known = possible(changed, made)
         cases = make_cases(ll, moved)
         tries = [
             {

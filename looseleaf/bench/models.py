@@ -66,7 +66,7 @@ def _spread(source: str, options: BenchOptions, ask: Callable[[Looseleaf, Asking
     """All parts, each in a process of its own; whatever ends this ends them."""
     spawning, count = multiprocessing.get_context("spawn"), options.workers
     news: Queue[tuple[int, str | Exception | list[T]]] = spawning.Queue()
-    parts = [replace(asking, part=part, of=count, tell=print) for part in range(count)]
+    parts = [replace(asking, part=part, of=count, tell=print) for part in range(count)]  # each tells through `news`
     workers = [spawning.Process(target=_work, args=(source, options, ask, part, news), daemon=True) for part in parts]
     found: dict[int, list[T]] = {}
     try:

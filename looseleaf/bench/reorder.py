@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,13 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from looseleaf.bench.cases import (
-    ATTEMPTS,
     LITTLE,
     Arm,
     Asking,
     Item,
     Outcome,
     Try,
+    album_about,
     bounds_of,
     by_cell,
     closed,
@@ -46,7 +46,6 @@ from looseleaf.patch.form import form_patch
 from looseleaf.patch.orbit import merge
 from looseleaf.prompt.segments import Segment
 from looseleaf.system import Looseleaf
-from looseleaf.workloads.albums import as_segment, headline_question, task_album
 from looseleaf.workloads.bounds import Bounds
 from looseleaf.workloads.questions import held_out
 
@@ -69,8 +68,7 @@ class Ordered:
 
     def ordered(self, order: Sequence[int]) -> Item:
         """The item with the pictures in front in another order."""
-        chunks = [*(self.before[at] for at in order), self.last]
-        return replace(self.item, chunks=chunks, prompt=[*chunks, self.item.question.text])
+        return self.item.behind([*(self.before[at] for at in order), self.last])
 
 
 def run(options: BenchOptions, tell: Callable[[str], None] = lambda stage: None) -> Report:
@@ -120,16 +118,8 @@ def score(arms: Mapping[str, Sequence[Arm]]) -> dict[str, Any]:
 
 def draw(bounds: Bounds, before: int, seed: int, number: int) -> Ordered:
     """A question about what changed in a scene, with its earlier version and other pictures in front."""
-    split = held_out()
-    for attempt in range(ATTEMPTS):
-        chance = split.chance("reorder", seed, before, number, attempt)
-        album = task_album("change", chance, split, bounds.sizes[number % len(bounds.sizes)], before + 1)
-        question = headline_question("change", 2, album, chance, split)
-        if question is not None:
-            break
-    else:
-        raise AssertionError(f"{ATTEMPTS} albums of {before + 1} pictures and nothing changed in any")
-    chunks: list[Segment] = [as_segment(entry) for entry in album.entries]
+    size = bounds.sizes[number % len(bounds.sizes)]
+    chunks, question, _ = album_about("change", 2, size, (before + 1,), "reorder", seed, before, number)
     last = chunks.pop(max(question.needs))
     item = Item(chunks=[*chunks, last], prompt=[*chunks, last, question.text], question=question)
     return Ordered(before=chunks, last=last, item=item)

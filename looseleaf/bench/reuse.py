@@ -220,18 +220,18 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _over(rows: Sequence[Mapping[str, Any]], hops: int, control: bool) -> dict[str, dict[str, float]]:
     """Every arm over the tasks with pictures, or over the control."""
     asked = [row for row in rows if row["hops"] == hops and (row["task"] == CONTROL) == control]
-    return {arm: _pool([row for row in asked if row["policy"] == arm]) for arm in _arms(asked)}
+    return {arm: pool([row for row in asked if row["policy"] == arm]) for arm in _arms(asked)}
 
 
 def _arms(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return list(dict.fromkeys(row["policy"] for row in rows))
 
 
-def _pool(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def pool(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """One arm over several tasks, each question counting once."""
     count = sum(row["n"] for row in rows)
     means = {key: sum(row[key] * row["n"] for row in rows) / count for key in ("accuracy", "kl")}
-    return means | {key: sum(row[key] for row in rows) for key in ("changed", "flips", "restored")}
+    return means | {key: sum(row[key] for row in rows) for key in ("changed", "flips", "restored", "n")}
 
 
 def analyse(ll: Looseleaf, asking: Asking) -> list[tuple[str, dict[str, Any]]]:

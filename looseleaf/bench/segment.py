@@ -31,7 +31,7 @@ from looseleaf.kv.layout import KVRows
 from looseleaf.kv.records import ChunkKV, Patch
 from looseleaf.link.bind import binder
 from looseleaf.link.bound import Bound
-from looseleaf.link.policies import FullReuse, Patched, PatchForm, Reprefill
+from looseleaf.link.policies import FullReuse, Patched, Reprefill
 from looseleaf.model.adapter import Adapter
 from looseleaf.model.family import family_of
 from looseleaf.model.probe import build_decoder
@@ -55,7 +55,8 @@ GRIDS = {256: (16, 16), 512: (16, 32), 1024: (32, 32), 2048: (32, 64)}
 SIDE = 28
 """Pixels of a merged patch."""
 QUESTION = "What is there?"
-FORM = PatchForm(share=0.25, from_layer=0)
+SHARE = 0.25
+"""Of the segment's bytes that its patch takes."""
 ROUNDS = 21
 
 
@@ -65,12 +66,12 @@ def run(options: BenchOptions, tell: Callable[[str], None] = lambda stage: None)
     on_gpu = options.device.startswith("cuda")
     tell("making a random model")
     sizes = SEVEN_B if on_gpu and not options.quick else SMOL
-    ll = open_random(options.device, sizes, "bfloat16" if on_gpu else "float32")
-    weights = sum(one.nbytes for one in ll.adapter.decoder.parts.layers.parameters())
-    weights += ll.adapter.decoder.parts.head.weight.nbytes
-    for tokens in tuple(GRIDS)[: 1 if options.quick else None]:
-        tell(f"{tokens} tokens")
-        report.rows.append(time_segment(ll, tokens, weights, options))
+    with open_random(options.device, sizes, "bfloat16" if on_gpu else "float32") as ll:
+        parts = ll.adapter.decoder.parts
+        weights = sum(one.nbytes for one in parts.layers.parameters()) + parts.head.weight.nbytes
+        for tokens in tuple(GRIDS)[: 1 if options.quick else None]:
+            tell(f"{tokens} tokens")
+            report.rows.append(time_segment(ll, tokens, weights, options))
     report.summary = {
         "link_speedup": {row["tokens"]: row["prefill_ms"] / row["link_ms"] for row in report.rows},
         "patched_link_speedup": {row["tokens"]: row["prefill_ms"] / row["patched_link_ms"] for row in report.rows},
@@ -116,7 +117,7 @@ def time_segment(ll: Looseleaf, tokens: int, weights: int, options: BenchOptions
         "patched_link": _bind(ll, span, stored, patch),
         "ttft_reprefill": first_token(ll, prompt, Reprefill()),
         "ttft_reuse": first_token(ll, prompt, FullReuse()),
-        "ttft_patched": first_token(ll, prompt, Patched(share=FORM.share)),
+        "ttft_patched": first_token(ll, prompt, Patched(share=SHARE)),
     }
     taken: dict[str, list[float]] = {name: [] for name in arms}
     for _ in range(3):  # the first call of each compiles, or leaves its patch behind
@@ -126,7 +127,7 @@ def time_segment(ll: Looseleaf, tokens: int, weights: int, options: BenchOptions
     for _ in range(2 if options.quick else ROUNDS):
         for name, arm in arms.items():
             taken[name].append(arm())
-    for policy in (FullReuse(), Patched(share=FORM.share)):
+    for policy in (FullReuse(), Patched(share=SHARE)):
         count = ll.plan(prompt, policy=policy).count()
         assert count.patched + count.relocated == len(span), "what should have been read was computed"
     median = {f"{name}_ms": statistics.median(one) * 1000 for name, one in taken.items()}
@@ -159,7 +160,7 @@ def _stored(ll: Looseleaf, span: Span) -> tuple[KVRows, Patch]:
     other = KVRows(record.rows.layout, record.rows.tokens, record.rows.device)
     for plane in (*other.keys, *other.values):
         plane.normal_()
-    return record.rows, form_patch(other, record.rows, share=FORM.share)
+    return record.rows, form_patch(other, record.rows, share=SHARE)
 
 
 def _bind(ll: Looseleaf, span: Span, stored: KVRows, patch: Patch | None) -> Callable[[], float]:

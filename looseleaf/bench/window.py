@@ -32,11 +32,12 @@ from looseleaf.bench.cases import (
     items,
     make_cases,
     mean_kl,
+    possible,
     restored,
     rounds,
     try_all,
 )  # fmt: skip
-from looseleaf.bench.envelope import FORM, WHOLE, asked, patches_by_content, placed
+from looseleaf.bench.envelope import FORM, WHOLE, drifting_tasks, patches_by_content, placed
 from looseleaf.bench.models import ask_each
 from looseleaf.bench.report import BenchOptions, Report
 from looseleaf.kv.records import Patch
@@ -53,15 +54,32 @@ ABOUT = 0.125
 GONE = ("needed", "not needed")
 
 
+def _left(gone: str) -> str:
+    return f"survivors, one {gone} left"
+
+
+def _back(turned: float) -> str:
+    return f"recall, {turned:.0%} replaced"
+
+
+CELLS = (
+    *((_left(gone), against) for gone in GONE for against in ("forget", "remember")),
+    *((_back(turned), "re-prefill") for turned in TURNOVER),
+)
+"""What is told apart, and what each is compared with, in the order of the table."""
+
+
 def run(options: BenchOptions, tell: Callable[[str], None] = lambda stage: None) -> Report:
     """Every model: rows for survivors by whether the question needs what left, and for recall by turnover."""
     report = Report(bench="window", options=options)
     count = options.count or (QUICK_COUNT if options.quick else COUNT)
     for name, outcomes in ask_each(options, count, ask, tell):
+        found = by_cell(outcomes)
         rows = [
             {"model": name, "what": what, "against": against, **row}
-            for (what, against), arms in by_cell(outcomes).items()
-            for row in score(arms)
+            for what, against in CELLS
+            if (what, against) in found
+            for row in score(found[what, against])
         ]
         report.rows += rows
         report.summary[name] = summarise(rows)
@@ -71,13 +89,13 @@ def run(options: BenchOptions, tell: Callable[[str], None] = lambda stage: None)
 def ask(ll: Looseleaf, asking: Asking) -> list[Outcome]:
     """One model: by what left or came back, and what it is compared with."""
     found = []
-    for task in asked(bounds_of(ll)):
+    for task in drifting_tasks(bounds_of(ll)):
         for number, some in rounds(bounds_of(ll), task, 2, asking):
-            plain = [replace(item, prompt=[*item.chunks, item.question.text]) for item in some]
+            plain = [item.behind(item.chunks) for item in some]
             others = items(bounds_of(ll), task, 2, len(some), asking.seed + 1000 + number)
             found += try_survivors(ll, plain, asking.seed)
             found += try_recall(ll, plain, others, asking.seed)
-    return sorted(found, key=lambda one: one.cell[0].startswith("recall"))
+    return found
 
 
 def try_survivors(ll: Looseleaf, some: Sequence[Item], seed: int) -> list[Outcome]:
@@ -85,17 +103,16 @@ def try_survivors(ll: Looseleaf, some: Sequence[Item], seed: int) -> list[Outcom
     found = []
     whole = make_cases(ll, some)
     for gone in GONE:
-        picked = [(case, _without(case.item, gone, Random(f"{seed} {at}"))) for at, case in enumerate(whole)]
-        both = [(case, item) for case, item in picked if item is not None]
-        remember = [case for case, _ in both]
-        forget = make_cases(ll, [item for _, item in both])
+        left = (_without(case.item, gone, Random(f"{seed} {at}")) for at, case in enumerate(whole))
+        moved, remember = possible(left, whole)
+        forget = make_cases(ll, moved)
         tries = [_survivors(before, after) for before, after in zip(remember, forget, strict=True)]
         for against, cases in (("forget", forget), ("remember", remember)):
             prompts = [
                 {arm: replace(one, prompt=after.prompt) for arm, one in ways.items()}
                 for ways, after in zip(tries, forget, strict=True)
             ]
-            cell = (f"survivors, one {gone} left", against)
+            cell = (_left(gone), against)
             found += [Outcome(cell=cell, arms=arms) for arms in try_all(ll, cases, prompts)]
     return found
 
@@ -110,7 +127,7 @@ def _without(item: Item, gone: str, chance: Random) -> Item | None:
         return None
     at = chance.choice(choice)
     chunks = [*item.chunks[:at], *item.chunks[at + 1 :]]
-    return replace(item, chunks=chunks, prompt=[*chunks, item.question.text])
+    return item.behind(chunks)
 
 
 def _survivors(before: Case, after: Case) -> dict[str, Try]:
@@ -158,12 +175,9 @@ def try_recall(ll: Looseleaf, some: Sequence[Item], others: Sequence[Item], seed
     stale = [patches_by_content(case, FORM) for case in make_cases(ll, some)]
     found = []
     for turned in TURNOVER:
-        moved, known = [], []
-        for at, (item, other, old) in enumerate(zip(some, others, stale, strict=True)):
-            changed = _turned(item, other, turned, Random(f"{seed} {at}"))
-            if changed is not None:
-                moved.append(changed)
-                known.append(old)
+        pairs = enumerate(zip(some, others, strict=True))
+        changed = (_turned(item, other, turned, Random(f"{seed} {at}")) for at, (item, other) in pairs)
+        moved, known = possible(changed, stale)
         cases = make_cases(ll, moved)
         tries = []
         for case, old in zip(cases, known, strict=True):
@@ -176,7 +190,7 @@ def try_recall(ll: Looseleaf, some: Sequence[Item], others: Sequence[Item], seed
                 "stale": Try(patches={**rest, back.start: old[back.chunk.content]}),
                 "fresh": Try(patches={**rest, **fresh}),
             })  # fmt: skip
-        cell = (f"recall, {turned:.0%} replaced", "re-prefill")
+        cell = (_back(turned), "re-prefill")
         found += [Outcome(cell=cell, arms=arms) for arms in try_all(ll, cases, tries)]
     return found
 
@@ -191,7 +205,7 @@ def _turned(item: Item, other: Item, share: float, chance: Random) -> Item | Non
         return None
     for at in chance.sample(range(last), count):
         chunks[at] = lent.pop(0)
-    return replace(item, chunks=chunks, prompt=[*chunks, item.question.text])
+    return item.behind(chunks)
 
 
 def score(arms: Mapping[str, Sequence[Arm]]) -> list[dict[str, Any]]:
@@ -241,8 +255,9 @@ def plot(report: Report, path: Path) -> None:
         pair[0].set_xticks([at + 0.3 for at in range(len(groups))], labels, fontsize=7)
         pair[0].set(ylabel="KL, nats", title=f"{model}: survivors")
         for arm in ("stale", "fresh"):
-            told = [row for row in rows if row["what"].startswith("recall") and row["arm"] == arm]
-            pair[1].plot(TURNOVER[: len(told)], [row["eta"] for row in told], "o-", label=arm)
+            told = {row["what"]: row["eta"] for row in rows if row["arm"] == arm}
+            turned = [share for share in TURNOVER if _back(share) in told]
+            pair[1].plot(turned, [told[_back(share)] for share in turned], "o-", label=arm)
         pair[1].axhline(0, color="0.6", linewidth=0.8)
         pair[1].set(xlabel="pictures in front replaced", ylabel="η", title=f"{model}: recall")
         for axes in pair:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -28,6 +29,7 @@ from looseleaf.bench.cases import (
 from looseleaf.bench.envelope import DRIFTS, drifted
 from looseleaf.bench.reorder import draw
 from looseleaf.bench.reuse import patches_of
+from looseleaf.bench.window import TURNOVER, _turned
 from looseleaf.cli import main
 from looseleaf.kv.records import Patch
 from looseleaf.link.policies import FullReuse, Reprefill
@@ -142,6 +144,17 @@ def test_a_drift_changes_what_it_says_and_keeps_the_last_needed_picture() -> Non
     assert found["other words"].prompt != item.prompt
     assert found["replaced"] is not None
     assert sum(one not in item.chunks for one in found["replaced"].chunks) == 1
+
+
+def test_a_question_counts_for_the_turnovers_it_can_have() -> None:
+    (item,) = items(HELD_OUT["qwen3_vl"], "change", 2, 1, 0)
+    (other,) = items(HELD_OUT["qwen3_vl"], "change", 2, 1, 1)
+    two = replace(item, question=replace(item.question, needs=(0, 2)))
+    found = [_turned(two, other, share, Random(0)) for share in TURNOVER]
+    assert [one is None for one in found] == [False, True, False, True, False]
+    replaced = [sum(chunk not in item.chunks for chunk in one.chunks) for one in found if one is not None]
+    assert replaced == [0, 1, 2]
+    assert all(one.chunks[2] == item.chunks[2] for one in found if one is not None)
 
 
 def test_every_question_is_asked_by_one_worker() -> None:
