@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import importlib
 import json
+import os
 import platform
 import re
 import sys
@@ -92,7 +93,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     transformers.logging.disable_progress_bar()
     options = _parser().parse_args(arguments)
     try:
-        return int(options.run(options) or 0)
+        code = int(options.run(options) or 0)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever read it has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except LooseleafError as error:
         print(f"looseleaf: {error}", file=sys.stderr)
         return 2

@@ -303,3 +303,15 @@ def test_it_runs_as_a_program_of_its_own(folder: Path) -> None:
     out, err = bad.communicate(timeout=120)
     assert (bad.returncode, out) == (2, "")
     assert told(err) == "looseleaf: image 'nowhere.png' cannot be read: No such file or directory\n"
+
+
+def test_a_reader_who_leaves_early_is_no_error() -> None:
+    command = [sys.executable, "-m", "looseleaf", "ask", "Hello", "--model", "tiny:qwen2", "--plan"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        assert running.stderr is not None
+        running.stdout.close()
+        told = running.stderr.read()
+    assert running.returncode == 141
+    assert "Traceback" not in told
+    assert "Broken pipe" not in told
