@@ -196,7 +196,8 @@ def relocate_ulp(ll: Looseleaf, prompt: PromptLike, shift: int) -> float:
     assert lane.capture.rows is not None
     phase = ll.adapter.decoder.phase(linked.positions[:, : len(request.prompt)])
     worst = 0.0
-    for raw, own in zip(lane.capture.rows.keys, linked.table.rows.keys, strict=True):
+    turned = linked.table.rows.part(0, len(request.prompt))
+    for raw, own in zip(lane.capture.rows.keys, turned.keys, strict=True):
         ours = rotate(raw, phase, ll.adapter.decoder.form)
         worst = max(worst, float(((ours - own).abs().float() / pair_ulp(own, ll.adapter.decoder.form)).max()))
     return worst

@@ -5,7 +5,7 @@ tokens. The segment alone: its rows computed by transformers' own forward, again
 another place, blind and with a patch of a quarter of its bytes; the floor is its KV read and written once. The whole
 time to the first token with about 44 tokens of template and question: computed, reused and patched; the floor is all
 weights read once at the speed a copy has. Everything alternates in one process; medians. Features are stored, so the
-vision tower is apart.
+vision tower is apart. On a GPU also how long it worked: the rest of the time it waited for Python.
 """
 
 from __future__ import annotations
@@ -58,11 +58,14 @@ QUESTION = "What is there?"
 SHARE = 0.25
 """Of the segment's bytes that its patch takes."""
 ROUNDS = 21
+KERNELS = 8
+"""Of which the time on a GPU is told apart."""
 
 
 def run(options: BenchOptions, tell: Callable[[str], None] = lambda stage: None) -> Report:
     """A row for every length; the summary by length."""
     report = Report(bench="segment", options=options)
+    busy: dict[int, dict[str, dict[str, float]]] = {}
     on_gpu = options.device.startswith("cuda")
     tell("making a random model")
     sizes = SEVEN_B if on_gpu and not options.quick else SMOL
@@ -71,7 +74,13 @@ def run(options: BenchOptions, tell: Callable[[str], None] = lambda stage: None)
         weights = sum(one.nbytes for one in parts.layers.parameters()) + parts.head.weight.nbytes
         for tokens in tuple(GRIDS)[: 1 if options.quick else None]:
             tell(f"{tokens} tokens")
-            report.rows.append(time_segment(ll, tokens, weights, options))
+            row, busy[row["tokens"]] = time_segment(ll, tokens, weights, options)
+            report.rows.append(row)
+    if on_gpu:
+        report.details["busy_ms"] = {
+            tokens: {arm: sum(kernels.values()) for arm, kernels in arms.items()} for tokens, arms in busy.items()
+        }
+        report.details["kernels_ms"] = busy[report.rows[-1]["tokens"]]
     report.summary = {
         "link_speedup": {row["tokens"]: row["prefill_ms"] / row["link_ms"] for row in report.rows},
         "patched_link_speedup": {row["tokens"]: row["prefill_ms"] / row["patched_link_ms"] for row in report.rows},
@@ -101,8 +110,10 @@ def open_random(device: str, sizes: dict[str, Any], dtype: str) -> Looseleaf:
     return Looseleaf(adapter, Config(engine=EngineConfig(max_rows=8192)))
 
 
-def time_segment(ll: Looseleaf, tokens: int, weights: int, options: BenchOptions) -> dict[str, Any]:
-    """One length: milliseconds by arm."""
+def time_segment(
+    ll: Looseleaf, tokens: int, weights: int, options: BenchOptions
+) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
+    """One length: milliseconds by arm, and those its GPU worked, by kernel."""
     rows, columns = GRIDS[tokens]
     noise = np.random.default_rng(options.seed).integers(0, 255, (rows * SIDE, columns * SIDE, 3), dtype=np.uint8)
     prompt: list[Segment] = ["See", Image(PILImages.fromarray(noise)), QUESTION]
@@ -131,10 +142,23 @@ def time_segment(ll: Looseleaf, tokens: int, weights: int, options: BenchOptions
         count = ll.plan(prompt, policy=policy).count()
         assert count.patched + count.relocated == len(span), "what should have been read was computed"
     median = {f"{name}_ms": statistics.median(one) * 1000 for name, one in taken.items()}
-    return {
+    row = {
         "tokens": len(span), "question": len(built) - len(span), "kv_mb": len(span) * ll.adapter.layout.row_bytes / 1e6,
         **median, "weights_ms": weights / _bandwidth(ll) * 1000,
     }  # fmt: skip
+    return row, {name: _busy(ll, arm) for name, arm in arms.items()}
+
+
+def _busy(ll: Looseleaf, arm: Callable[[], float]) -> dict[str, float]:
+    """Milliseconds a GPU spends on an arm by kernel, the longest few first; nothing on a CPU."""
+    if ll.adapter.device.type != "cuda":
+        return {}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        arm()
+    spent = {one.key: one.self_device_time_total / 1000 for one in seen.key_averages()}
+    first = sorted(spent, key=lambda kernel: -spent[kernel])
+    rest = sum(spent[kernel] for kernel in first[KERNELS:])
+    return {kernel[:60]: spent[kernel] for kernel in first[:KERNELS]} | {"others": rest}
 
 
 def _bandwidth(ll: Looseleaf) -> float:
@@ -165,7 +189,7 @@ def _stored(ll: Looseleaf, span: Span) -> tuple[KVRows, Patch]:
 
 def _bind(ll: Looseleaf, span: Span, stored: KVRows, patch: Patch | None) -> Callable[[], float]:
     """The stored rows at another place of a table, phases included."""
-    decoder, room = ll.adapter.decoder, KVRows(ll.adapter.layout, span.stop, ll.adapter.device)
+    decoder, table = ll.adapter.decoder, KVRows(ll.adapter.layout, span.stop, ll.adapter.device)
     assert span.chunk is not None
     positions = span.chunk.placement.positions.to(ll.adapter.device) + span.start_pos
     bound = [Bound(slots=slice(span.start, span.stop), rows=stored, patch=patch)]
@@ -174,7 +198,6 @@ def _bind(ll: Looseleaf, span: Span, stored: KVRows, patch: Patch | None) -> Cal
     def once() -> float:
         sync(ll)
         started = time.perf_counter()
-        table = room.part(0, span.stop)  # of its own, as every request has one
         bind = binder(table, bound, decoder.phase(positions), decoder.form)
         for layer in range(len(ll.adapter.layout.layers)):
             bind(layer)

@@ -10,7 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -49,6 +51,11 @@ class KVLayout:
     def row_bytes(self) -> int:
         """Bytes of one token over all layers."""
         return sum(layer.elements for layer in self.layers) * self.dtype.itemsize
+
+    @cached_property
+    def alike(self) -> bool:
+        """Whether every layer keeps the same."""
+        return all(layer == self.layers[0] for layer in self.layers)
 
     def describe(self) -> str:
         """A stable text of the layout, part of every record's identity."""
@@ -99,9 +106,22 @@ class KVRows:
         return rows
 
     @cached_property
-    def addresses(self) -> Tensor:
-        """[keys or values, layer]: where the planes begin in memory, on the rows' device, for kernels."""
-        return torch.tensor([[one.data_ptr() for one in planes] for planes in (self.keys, self.values)]).to(self.device)
+    def addresses(self) -> NDArray[np.int64]:
+        """[keys or values, layer]: where the planes begin in memory, for kernels."""
+        return np.array([[one.data_ptr() for one in planes] for planes in (self.keys, self.values)], dtype=np.int64)
+
+    @cached_property
+    def alike(self) -> bool:
+        """Whether all layers lie as the first does: one shape, dtype and device, row behind row."""
+        if not self.layout.alike:
+            return False
+        for first, *others in (self.keys, self.values):
+            if first.stride(2) != 1 or first.stride(1) != first.shape[2]:
+                return False
+            about = first.stride(), first.dtype, first.device
+            if any((one.stride(), one.dtype, one.device) != about for one in others):
+                return False
+        return True
 
     @cached_property
     def aligned(self) -> bool:

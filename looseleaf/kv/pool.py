@@ -30,6 +30,7 @@ class Slab:
         self.capacity = capacity
         self.free = list(range(seats))[::-1]
         self.seats = seats
+        self._rows: dict[int, KVRows] = {}
 
         def empty(heads: int, dim: int) -> Tensor:
             return torch.empty(seats, heads, capacity, dim, dtype=layout.dtype, device=device)
@@ -42,11 +43,12 @@ class Slab:
         """Bytes reserved."""
         return self.seats * self.capacity * self.layout.row_bytes
 
-    def rows(self, seat: int, tokens: int) -> KVRows:
+    def rows(self, seat: int) -> KVRows:
         """One seat's rows, as views; what was in them is garbage."""
-        return KVRows.of_views(
-            self.layout, [one[seat, :, :tokens] for one in self.keys], [one[seat, :, :tokens] for one in self.values]
-        )
+        if seat not in self._rows:  # making views of every plane takes longer than looking one up
+            planes = ([one[seat] for one in each] for each in (self.keys, self.values))
+            self._rows[seat] = KVRows.of_views(self.layout, *planes)
+        return self._rows[seat]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ from enum import StrEnum
 from functools import cached_property
 from typing import TypeAlias
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from looseleaf.kv.layout import KVRows
@@ -119,14 +120,24 @@ class Patch:
         return sum(one.nbytes for one in (*self.keys, *self.values) if one is not None)
 
     @cached_property
-    def addresses(self) -> Tensor:
-        """[keys or values, left or right, layer]: where factors begin in memory, 0 for none, on their device."""
+    def addresses(self) -> NDArray[np.int64]:
+        """[keys or values, left or right, layer]: where factors begin in memory, 0 for none, for kernels."""
         found = [
             [[0 if one is None else getattr(one, side).data_ptr() for one in planes] for side in ("left", "right")]
             for planes in (self.keys, self.values)
         ]
-        device = next((one.left.device for one in (*self.keys, *self.values) if one is not None), None)
-        return torch.tensor(found).to(device)
+        return np.array(found, dtype=np.int64)
+
+    @cached_property
+    def alike(self) -> bool:
+        """Whether the factors of all layers it has lie alike, on one device, direction behind direction."""
+        for planes in (self.keys, self.values):
+            kept = [one for one in planes if one is not None]
+            steps = [(one.left.stride(), one.right.stride(), one.rank) for one in kept]
+            if any(one != steps[0] or one[0][1] != 1 or one[1][1] != 1 for one in steps):
+                return False
+        sides = [side for one in (*self.keys, *self.values) if one is not None for side in (one.left, one.right)]
+        return len({(side.dtype, side.device) for side in sides}) <= 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,10 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from looseleaf.kv.layout import KVRows
 from looseleaf.kv.records import Factors
@@ -32,73 +35,71 @@ BLOCK, WIDEST, STEP = 64, 64, 32
 """Tokens a program binds, numbers of a row at most, and directions of a patch it adds at a time."""
 FIELDS = 7
 """Numbers that describe a chunk to the kernel: tokens, first slot, first row of the phase, its head stride, the row
-strides of a patch's left and right factors, and its rank."""
+strides of a patch's left and right factors, and its rank. By layer behind them: where its rows begin, and the left and
+right factors."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def can_bind(table: KVRows, bound: Sequence[Bound]) -> bool:
-    """Whether the kernel can: on a GPU, every layer of one shape, rows and factors dense along their last axis."""
+    """Whether the kernel can: on a GPU, and layers lie alike."""
     return triton is not None and not broken and table.keys[0].is_cuda and is_regular(table, bound)
 
 
 def is_regular(table: KVRows, bound: Sequence[Bound]) -> bool:
-    """Whether planes and factors are alike in all layers, and rows follow one another."""
-    layout = table.layout
-    if layout.dtype not in DTYPES or any(layer != layout.layers[0] for layer in layout.layers[1:]):
+    """Whether planes and factors are alike in all layers, and where the table is."""
+    if not table.alike or table.layout.dtype not in DTYPES:
         return False
-    for one in bound:
-        for planes in (one.rows.keys, one.rows.values):
-            first = planes[0]
-            if first.stride(2) != 1 or first.stride(1) != first.shape[2]:
-                return False
-            if any((plane.stride(), plane.dtype, plane.device) != (first.stride(), layout.dtype, table.device)
-                   for plane in planes):  # fmt: skip
-                return False
-        for factors in (one.patch.keys, one.patch.values) if one.patch is not None else ():
-            kept = [factor for factor in factors if factor is not None]
-            if any(_about(factor) != _about(kept[0]) for factor in kept):
-                return False
-            if any(side.stride(1) != 1 or (side.dtype, side.device) != (layout.dtype, table.device)
-                   for factor in kept for side in (factor.left, factor.right)):  # fmt: skip
-                return False
-    return True
+    if not all(one.rows.alike and (one.patch is None or one.patch.alike) for one in bound):
+        return False
+    lying = [plane for one in bound for plane in (one.rows.keys[0], one.rows.values[0])]
+    patches = [one.patch for one in bound if one.patch is not None]
+    lying += [side.left for patch in patches for side in (*patch.keys, *patch.values) if side is not None]
+    return all((one.dtype, one.device) == (table.layout.dtype, table.device) for one in lying)
 
 
 def bind(table: KVRows, bound: Sequence[Bound], phase: Phase, form: RotaryForm) -> None:
     """Every layer of every chunk into the table."""
+    lines = [_lines(table, bound, which) for which in (0, 1)]
+    sent = torch.from_numpy(np.concatenate(lines)).to(table.device, non_blocking=True)
+    keys, values = sent[: lines[0].size], sent[lines[0].size :]
     with torch.cuda.device(table.device) if table.keys[0].is_cuda else contextlib.nullcontext():
-        _bind_planes(table, bound, 0, phase, form)
-        _bind_planes(table, bound, 1, None, form)
+        _launch(table, bound, 0, keys, phase, form)
+        _launch(table, bound, 1, values, None, form)
 
 
-def _bind_planes(table: KVRows, bound: Sequence[Bound], which: int, phase: Phase | None, form: RotaryForm) -> None:
-    """Keys (`which` 0), which turn, or values."""
-    device, layers = table.device, len(table.layout.layers)
-    plane = table.layout.layers[0].values if which else table.layout.layers[0].keys
-    target = (table.values if which else table.keys)[0]
-    bare = torch.zeros(2, layers, dtype=torch.int64, device=device)
-    about: list[list[int]] = []
-    patches = []
+def _lines(table: KVRows, bound: Sequence[Bound], which: int) -> NDArray[np.int64]:
+    """What the kernel is told about keys (`which` 0) or values: where the table's planes begin, then of every chunk."""
+    layers = len(table.layout.layers)
+    bare = np.zeros(2 * layers, dtype=np.int64)
+    lines = [table.addresses[which]]
     at = 0
     for one in bound:
         factors = () if one.patch is None else one.patch.values if which else one.patch.keys
         kept = next((factor for factor in factors if factor is not None), None)
         source = (one.rows.values if which else one.rows.keys)[0]
-        about.append([one.rows.tokens, one.slots.start, at, source.stride(0), *_about(kept)])
-        patches.append(one.patch.addresses[which] if one.patch is not None and kept is not None else bare)
+        about = np.array([one.rows.tokens, one.slots.start, at, source.stride(0), *_about(kept)], dtype=np.int64)
+        lines += [about, one.rows.addresses[which], bare if one.patch is None else one.patch.addresses[which].ravel()]
         at += one.rows.tokens
-    rows = torch.stack([one.rows.addresses[which] for one in bound])
+    return np.concatenate(lines)
+
+
+def _launch(
+    table: KVRows, bound: Sequence[Bound], which: int, lines: Tensor, phase: Phase | None, form: RotaryForm
+) -> None:
+    """Keys, which turn, or values."""
+    plane = table.layout.layers[0].values if which else table.layout.layers[0].keys
+    target = (table.values if which else table.keys)[0]
     cos, sin = (phase.cos.contiguous(), phase.sin.contiguous()) if phase is not None else (target, target)
     turned = form.dim if phase is not None else 0
     half, rest = turned // 2, plane.dim - turned
     tile = min(WIDEST, max(_wide(half), _wide(rest)))
     tiles = triton.cdiv(half, tile), triton.cdiv(rest, tile)
     even = plane.dim * table.layout.dtype.itemsize % 16 == 0
-    grid = (len(bound) * layers * plane.heads, triton.cdiv(max(line[0] for line in about), BLOCK), sum(tiles))
+    layers, longest = len(table.layout.layers), max(one.rows.tokens for one in bound)
+    grid = (len(bound) * layers * plane.heads, triton.cdiv(longest, BLOCK), sum(tiles))
     _bind_kernel[grid](
-        rows, table.addresses[which], torch.stack(patches), torch.tensor(about, device=device), target, cos, sin,
-        layers, target.stride(0),
-        HEADS=plane.heads, DIM=plane.dim, HALF=half, TURN_TILES=tiles[0], TILE=tile, FIELDS=FIELDS,
+        lines, target, cos, sin, target.stride(0),
+        LAYERS=layers, HEADS=plane.heads, DIM=plane.dim, HALF=half, TURN_TILES=tiles[0], TILE=tile, FIELDS=FIELDS,
         INTERLEAVED=form.order is not PairOrder.HALVES, IN_PLACE=form.order is PairOrder.PAIRS,
         ALIGNED=even and table.aligned and all(one.rows.aligned for one in bound), BLOCK=BLOCK, STEP=STEP,
         enable_fp_fusion=False,
@@ -150,27 +151,27 @@ def _times(one, other, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @_jit
 def _bind_kernel(  # type: ignore[no-untyped-def]
-    rows, table, patches, about, like, cosines, sines, layers, table_stride, HEADS: tl.constexpr, DIM: tl.constexpr,
+    lines, like, cosines, sines, table_stride, LAYERS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
     HALF: tl.constexpr, TURN_TILES: tl.constexpr, TILE: tl.constexpr, FIELDS: tl.constexpr,
     INTERLEAVED: tl.constexpr, IN_PLACE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """One head of one layer of one chunk, some tokens, some numbers of each."""
     number = tl.program_id(0)
     head = (number % HEADS).to(tl.int64)
-    layer = (number // HEADS) % layers
-    chunk = number // (HEADS * layers)
-    line = about + chunk * FIELDS
+    layer = (number // HEADS) % LAYERS
+    line = lines + LAYERS + number // (HEADS * LAYERS) * (FIELDS + 3 * LAYERS)
+    addresses = line + FIELDS + layer
     tokens, slot, turn, stride = tl.load(line), tl.load(line + 1), tl.load(line + 2), tl.load(line + 3)
     left_stride, right_stride = tl.load(line + 4), tl.load(line + 5)
     kind = like.dtype
-    source = tl.load(rows + chunk * layers + layer).to(kind) + head * stride
-    target = tl.load(table + layer).to(kind) + head * table_stride + slot * DIM
+    source = tl.load(addresses).to(kind) + head * stride
+    target = tl.load(lines + layer).to(kind) + head * table_stride + slot * DIM
     if ALIGNED:
         source, target = tl.multiple_of(source, 16), tl.multiple_of(target, 16)
-    left_at = tl.load(patches + chunk * 2 * layers + layer)
+    left_at = tl.load(addresses + LAYERS)
     rank = tl.where(left_at == 0, 0, tl.load(line + 6)).to(tl.int32)
     left = left_at.to(kind)
-    right = tl.load(patches + (chunk * 2 + 1) * layers + layer).to(kind) + head * DIM * right_stride
+    right = tl.load(addresses + 2 * LAYERS).to(kind) + head * DIM * right_stride
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     kept = token < tokens
     start = token[:, None] * DIM

@@ -52,7 +52,7 @@ class Linked:
         """Where chunks started when their rows were computed."""
         self._pool = pool
         self._seat: Seat | None = pool.take(capacity)
-        self.table = SlotTable(self._seat.slab.rows(self._seat.number, capacity), self._seat)
+        self.table = SlotTable(self._seat.slab.rows(self._seat.number), self._seat)
         if plan.approximate:
             self.table.taint_from(plan.exact_tokens)
         self.positions = prompt.positions_to(capacity).to(adapter.device)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn import Parameter
 from torch.nn.functional import cross_entropy
 
 from looseleaf.training.batches import load_batches
@@ -25,8 +26,9 @@ pytestmark = [
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_compiled_gradients_are_the_plain_ones(name: str, tmp_path: Path) -> None:
+    """As near to plain fp32's as plain bf16's are: small ones deep in a tower lose most to rounding."""
     folder = build_folder(name, tmp_path / name, corpus=corpus(), seed=1)
-    plain, ours = (Trainee.load(folder, device="cuda") for _ in range(2))
+    plain, rounded, ours = (Trainee.load(folder, device="cuda") for _ in range(3))
     compile_blocks(ours)
     diet = replace(DIETS[name], batch=4)
     course = Course(diet.mixed)
@@ -35,13 +37,21 @@ def test_compiled_gradients_are_the_plain_ones(name: str, tmp_path: Path) -> Non
         step += int(level.steps)
         course.heed(step, {"line": 1.0})
         batch = next(load_batches(writer_of(plain), diet, course, seed=1, workers=0)).to("cuda")
-        for trainee, kind in ((plain, torch.float32), (ours, torch.bfloat16)):
+        for trainee, kind in ((plain, torch.float32), (rounded, torch.bfloat16), (ours, torch.bfloat16)):
             trainee.model.zero_grad()
             with torch.autocast("cuda", kind, enabled=kind is not torch.float32):
                 logits, targets = Pass(trainee, "cuda")(batch)
             cross_entropy(logits.float(), targets).backward()
-        for (label, one), other in zip(plain.model.named_parameters(), ours.model.parameters(), strict=True):
+        parameters = (one.model.named_parameters() for one in (plain, rounded, ours))
+        for (label, one), (_, other), (_, own) in zip(*parameters, strict=True):
             if one.grad is None or one.grad.norm() < 1e-6:
                 continue
-            alike = torch.cosine_similarity(one.grad.flatten(), other.grad.flatten(), dim=0)
-            assert alike > 0.97, (batch.kind, label, float(alike))
+            lost, lost_by_rounding = (1 - _alike(one, each) for each in (own, other))
+            assert lost < max(0.03, 1.5 * lost_by_rounding), (batch.kind, label, lost, lost_by_rounding)
+
+
+def _alike(one: Parameter, other: Parameter) -> float:
+    """Cosine of two gradients."""
+    assert one.grad is not None
+    assert other.grad is not None
+    return float(torch.cosine_similarity(one.grad.flatten(), other.grad.flatten(), dim=0))

@@ -30,7 +30,7 @@ def table_in(pool: SlabPool, tokens: int) -> SlotTable:
     seat = pool.take(tokens)
     for plane in (*seat.slab.keys, *seat.slab.values):
         plane[seat.number].fill_(math.nan)  # memory as it may come
-    return SlotTable(seat.slab.rows(seat.number, tokens), seat)
+    return SlotTable(seat.slab.rows(seat.number), seat)
 
 
 def expected(query: torch.Tensor, table: SlotTable, slots: list[int]) -> torch.Tensor:

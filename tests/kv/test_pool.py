@@ -24,7 +24,7 @@ def test_capacities_are_rounded_so_that_seats_fit_many_sequences() -> None:
     first, second, longer = pool.take(1), pool.take(GRAIN), pool.take(GRAIN + 1)
     assert first.slab is second.slab
     assert longer.slab is not first.slab
-    assert longer.slab.rows(longer.number, GRAIN + 1).tokens == GRAIN + 1
+    assert longer.slab.rows(longer.number).tokens == 2 * GRAIN
 
 
 def test_idle_slabs_beyond_the_budget_are_let_go() -> None:
@@ -38,7 +38,7 @@ def test_idle_slabs_beyond_the_budget_are_let_go() -> None:
 
 def test_rows_of_neighbouring_seats_do_not_overlap() -> None:
     pool = SlabPool(LAYOUT, torch.device("cpu"), idle_bytes=0)
-    one, other = (seat.slab.rows(seat.number, 20) for seat in (pool.take(20), pool.take(20)))
+    one, other = (seat.slab.rows(seat.number) for seat in (pool.take(20), pool.take(20)))
     one.keys[0].fill_(1.0)
     other.keys[0].fill_(2.0)
     assert (one.keys[0] == 1).all()
