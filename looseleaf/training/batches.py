@@ -130,11 +130,11 @@ def _album(kind: str, bounds: Bounds, level: Level, size: Size, chance: Random, 
             return mixed_album(chance, split, size, some(bounds.counts, level.pictures), as_text=level.as_text)
         case "clips":
             frames = some(bounds.clip_frames, level.frames)
-            return Album(chance, [Clip(chance, split, bounds.frame_side, frames=frames)])
+            return Album(chance, [Clip(chance, split, size[0], frames=frames)])
         case "streams":
             frames = some(bounds.stream_frames, 2 * level.frames)
             needles = chance.randint(2, max(2, frames // 3))
-            return Album(chance, [Stream(chance, split, bounds.frame_side, frames=frames, needles=needles)])
+            return Album(chance, [Stream(chance, split, size[0], frames=frames, needles=needles)])
         case _:
             if kind == "line" and size[0] < LEAST_OF_LINES:
                 split = replace(split, most_lines=1)

@@ -21,7 +21,7 @@ MIXED = ("pictures", "clips", "streams", "lookups")
 """Batches that ask about everything; shares are the diet's."""
 BATCHES = (*DRILLS, *MIXED)
 
-THERE = 0.95
+THERE = 0.97
 """Of a skill's answer tokens right: it is not drilled any more."""
 ALMOST = 0.85
 """Of them right: it is drilled on whole prompts."""
@@ -172,7 +172,8 @@ def pick_kind(shares: Mapping[str, float], chance: Random) -> str:
 def pick_size(kind: str, level: Level, bounds: Bounds, chance: Random) -> Size:
     """Of the pictures of one batch: half are of the usual size once that is among the level's."""
     if kind in ("clips", "streams") or (kind in DRILLS and DRILLS[kind].frames):
-        return bounds.frame_side, bounds.frame_side
+        side = bounds.frame_side if level.sizes is None else bounds.first_side or bounds.frame_side
+        return side, side
     if kind == "line":
         return bounds.note
     sizes = sorted(bounds.sizes, key=lambda size: size[0] * size[1])[: level.sizes]

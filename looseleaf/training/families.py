@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import AutoModelForImageTextToText
 
 from looseleaf.errors import PromptError
@@ -25,6 +26,12 @@ from looseleaf.model.processors import load_processor
 from looseleaf.training import attention
 from looseleaf.training.vision import Features, tower_of
 
+LONGEST = 10.0
+"""Root mean square length of a head's queries, and of its keys, at most; heads are 64 wide, so scores stay about 12.
+
+Nothing bounds them in models without a norm on queries and keys, and Muon's long steps let them grow without end: in
+two trainings that never learned some of the skills, scores came to 240 and many heads saw one token and nothing else,
+which no slope moves again. With a norm (Qwen3-VL) they end at 10. Kimi K2 was trained with a clip for this reason."""
 OF_ANY_SIZE = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Attention for a number of pictures that changes from batch to batch: cuDNN plans anew for every number."""
 
@@ -41,6 +48,10 @@ class Trainee:
         self.text: Any = model.base_model.language_model
         if hasattr(self.text, "_deepstack_process"):
             self.text._deepstack_process = _add_at
+        self._unbounded = [layer.self_attn for layer in self.text.layers if _is_unbounded(layer.self_attn)]
+        for one in self._unbounded:
+            heads = sum(len(weight) // one.head_dim for weight in (one.q_proj.weight, one.k_proj.weight))
+            one.register_buffer("lengths", torch.zeros(heads, device=one.q_proj.weight.device), persistent=False)
 
     @classmethod
     def load(
@@ -131,15 +142,15 @@ class Trainee:
         self,
         embeds: Tensor,
         positions: Tensor,
-        mask: Tensor,
+        mask: Tensor | BlockMask,
         image_slots: Tensor | None = None,
         deep: Sequence[Tensor] = (),
     ) -> Tensor:
         """The text model's last hidden states [batch, token, width], behind its final norm.
 
-        embeds [batch, token, width]; positions [axis, batch, token]; mask [batch, 1, token, token], true where seen;
-        image_slots [batch, token], true where visual rows stand; deep, deepstack's rows [row, width] in the slots'
-        order, one tensor for each of the first layers.
+        embeds [batch, token, width]; positions [axis, batch, token]; mask [batch, 1, token, token], true where seen,
+        or its blocks; image_slots [batch, token], true where visual rows stand; deep, deepstack's rows [row, width] in
+        the slots' order, one tensor for each of the first layers.
         """
         extra: dict[str, Any] = {}
         if deep:
@@ -161,6 +172,18 @@ class Trainee:
         """Scores [..., vocabulary] of hidden states [..., width]."""
         return self.model.get_output_embeddings()(hidden)
 
+    @torch.no_grad()
+    def shorten(self) -> None:
+        """Make the projections of heads smaller whose queries or keys were too long in the last pass."""
+        for one in self._unbounded:
+            factors = (LONGEST / one.lengths).clamp(max=1)
+            heads = len(one.q_proj.weight) // one.head_dim
+            for projection, own in ((one.q_proj, factors[:heads]), (one.k_proj, factors[heads:])):
+                by_row = own.repeat_interleave(one.head_dim)
+                projection.weight.mul_(by_row[:, None])
+                if projection.bias is not None:
+                    projection.bias.mul_(by_row)
+
     def save(self, folder: Path) -> Path:
         """Write the model in bf16, with the tokenizer and processor files it was loaded with."""
         folder.mkdir(parents=True, exist_ok=True)
@@ -171,6 +194,11 @@ class Trainee:
             if not written and folder.resolve() != self.folder.resolve():
                 shutil.copyfile(file, folder / file.name)
         return folder
+
+
+def _is_unbounded(attention: Any) -> bool:
+    """Whether queries and keys are projections and nothing else."""
+    return hasattr(attention, "q_proj") and hasattr(attention, "k_proj") and not hasattr(attention, "q_norm")
 
 
 def _where(slots: Tensor, count: int) -> Tensor:

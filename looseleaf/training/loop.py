@@ -19,8 +19,10 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import cross_entropy
 
+from looseleaf.training.attention import in_blocks
 from looseleaf.training.batches import KINDS, Batch, Diet, load_batches
 from looseleaf.training.corpus import corpus
 from looseleaf.training.course import BATCHES, Course
@@ -57,13 +59,14 @@ class Pass:
         self.trainee, self.device = trainee, device
         self.painter = Painter(device)
 
-    def mask(self, batch: Batch) -> Tensor:
-        """Who sees whom [batch, 1, token, token]: what stands before it in a segment it sees."""
+    def mask(self, batch: Batch) -> Tensor | BlockMask:
+        """Who sees whom [batch, 1, token, token]: what stands before it in a segment it sees. In blocks on a GPU."""
         rows, length = batch.ids.shape
         place = torch.arange(length, device=self.device)
         number = torch.arange(rows, device=self.device)[:, None, None]
         seen = batch.sees[number, batch.segments[:, :, None], batch.segments[:, None, :]]
-        return (seen & (place[:, None] >= place))[:, None]
+        mask = (seen & (place[:, None] >= place))[:, None]
+        return in_blocks(mask) if mask.is_cuda else mask
 
     def __call__(self, batch: Batch, *, noise: float = 0.0) -> tuple[Tensor, Tensor]:
         """Logits [target, vocabulary] where the batch has targets, and the targets [target]."""
@@ -120,6 +123,7 @@ def train(
         loss = cross_entropy(logits.float(), targets)
         loss.backward()  # type: ignore[no-untyped-call]
         length = optimiser.step(now)
+        trainee.shorten()
         score[:, BATCHES.index(batch.kind)] += _right_by_kind(logits, targets, batch)
         step += 1
         if step % LOOK == 0 or step == 1:

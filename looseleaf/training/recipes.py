@@ -34,6 +34,10 @@ MAX_POSITION = 32_768
 DEVIATION = 0.02
 """Of every fresh projection and embedding."""
 
+PLACES = 0.4
+"""Height of the waves a vision tower without rotary starts its places with: about as much as a patch brings. From small
+noise its first layers still looked everywhere at once when training ended."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
@@ -175,6 +179,17 @@ def _vision_depth(config: Any) -> int:
     return int(vision.depth if hasattr(vision, "depth") else vision.num_hidden_layers)
 
 
+def _places(table: Tensor) -> Tensor:
+    """Sines and cosines of a square grid's rows and columns [place, width]: near places are alike from the start."""
+    places, width = table.shape
+    side = math.isqrt(places)
+    speed = side ** (-torch.arange(width // 4) / (width // 4))
+    angles = math.pi / 2 * torch.arange(side)[:, None] * speed
+    waves = torch.cat((angles.sin(), angles.cos()), dim=1)
+    rows, columns = waves[:, None].expand(-1, side, -1), waves[None].expand(side, -1, -1)
+    return torch.cat((rows, columns), dim=2).reshape(places, width).to(table)
+
+
 _ADDS_TO_RESIDUAL = ("o_proj", "down_proj", "attn.proj", "out_proj", "fc2")
 """Last projections of attention and MLP by name, wherever they stand inside a numbered block."""
 
@@ -183,6 +198,8 @@ def _fresh(name: str, parameter: Tensor, depths: Mapping[str, int], seed: int) -
     owner, _, leaf = name.rpartition(".")
     if parameter.dim() == 1:
         return torch.ones_like(parameter) if leaf == "weight" else torch.zeros_like(parameter)
+    if owner.endswith("position_embedding"):
+        return PLACES * _places(parameter)
     noise = DEVIATION * normal(name, parameter, seed)
     in_block = ".layers." in owner or ".blocks." in owner
     if in_block and owner.endswith(_ADDS_TO_RESIDUAL):

@@ -233,7 +233,11 @@ def _kimi_tower(model: Any, image_processor: Any) -> Tower:
 
 
 class SquareTower:
-    """DeepSeek-VL's tower: square images of one size, which the stock code takes as a batch already."""
+    """DeepSeek-VL's tower: images of one size, which the stock code takes as a batch already.
+
+    Its processor makes every image a square of that size. Training also shows smaller ones, as the upper left part of
+    such a square: a quarter of the tokens shows as much of a first step, so a batch holds several times as many.
+    """
 
     def __init__(self, model: Any, image_processor: Any):
         self._model = model
@@ -247,12 +251,18 @@ class SquareTower:
         return self._model.vision_model.encoder.layers
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of visual tokens; refuses all but the one size."""
-        if (height, width) != (self._side, self._side):
-            raise ConfigError(f"images must be {self._side} x {self._side} pixels, got {height} x {width}")
+        """Rows and columns of visual tokens; refuses half patches, and more than the processor's size."""
+        if height % self._patch or width % self._patch or max(height, width) > self._side:
+            raise ConfigError(
+                f"an image of {height} x {width} pixels cannot be taken: sides must be multiples of {self._patch}, "
+                f"{self._side} at most"
+            )
         return height // self._patch, width // self._patch
 
     def __call__(self, images: Tensor) -> Features:
-        self.grid(*images.shape[-2:])
+        rows, columns = self.grid(*images.shape[-2:])
         pixels = self._normalise(images).to(self._model.dtype)
+        across = self._side // self._patch
+        places = torch.arange(across**2, device=images.device).view(across, across)[:rows, :columns].reshape(1, -1)
+        self._model.vision_model.embeddings.position_ids = places  # by which the stock code looks its places up
         return Features(rows=self._model.get_image_features(pixels, return_dict=True).pooler_output)

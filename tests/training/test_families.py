@@ -21,8 +21,8 @@ from looseleaf.model.processors import load_processor
 from looseleaf.model.tiny.vocabulary import CORPUS
 from looseleaf.model.tiny.weights import draw_weights
 from looseleaf.training import attention
-from looseleaf.training.families import Trainee
-from looseleaf.training.recipes import RECIPES, build_folder
+from looseleaf.training.families import LONGEST, Trainee
+from looseleaf.training.recipes import PLACES, RECIPES, build_folder
 
 NAMES = tuple(RECIPES)
 DYNAMIC = ("qwen2_5_vl", "qwen3_vl", "kimi_k25")
@@ -228,6 +228,73 @@ def test_any_mask_is_obeyed(name: str, pair_of: Callable[..., Any]) -> None:
         trainee.text.set_attn_implementation(attention.TEXT)
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("name", NAMES)
+def test_blocks_are_attended_as_their_mask(name: str, pair_of: Callable[..., Any]) -> None:
+    _, trainee = pair_of(name)
+    tokens = 4 * attention.BLOCK
+    segments = torch.arange(tokens).expand(2, -1) // torch.tensor([[64], [160]])
+    mask = ((segments[:, :, None] == segments[:, None]) & causal(tokens)[0])[:, None]
+    mask[:, :, 400:, :200] = True
+    blocks = attention.in_blocks(mask)
+    assert blocks.to_dense()[:, 0].tolist() == [
+        [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [1, 1, 0, 1]],
+        [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [1, 1, 1, 1]],
+    ], "those in which nothing is seen are left out"
+    assert blocks.full_kv_num_blocks is not None
+    assert blocks.full_kv_num_blocks.sum() == 0, "128 queries from 384 on see 16 keys or fewer of some block"
+    embeds, positions = torch.randn(2, tokens, 384), torch.arange(tokens).expand(trainee.axes, 2, -1)
+    with torch.no_grad():
+        expected, got = (trainee.hidden(embeds, positions, one) for one in (mask, blocks))
+    assert distance(got, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "deepseek_vl"])
+def test_heads_whose_queries_or_keys_grow_too_long_are_made_smaller(
+    name: str, folder_of: Callable[[str], Path]
+) -> None:
+    trainee = Trainee.load(folder_of(name))
+    attending = trainee.text.layers[2].self_attn
+    with torch.no_grad():
+        attending.q_proj.weight[64:128] *= 50
+        attending.k_proj.weight[:64] *= 50
+    before = {key: value.clone() for key, value in trainee.model.state_dict().items()}
+    embeds, positions = torch.randn(2, 40, 384), torch.arange(40).expand(trainee.axes, 2, -1)
+
+    def look() -> None:
+        with torch.no_grad():
+            trainee.hidden(embeds, positions, causal(40).expand(2, -1, -1, -1))
+
+    look()
+    queries = attending.q_proj.out_features // 64
+    assert (attending.lengths > LONGEST).nonzero().flatten().tolist() == [1, queries]
+    trainee.shorten()
+    look()
+    assert (attending.lengths <= 1.01 * LONGEST).all()
+    changed = [key for key, value in trainee.model.state_dict().items() if not torch.equal(value, before[key])]
+    assert {key.rpartition(".")[0] for key in changed} == {
+        f"model.language_model.layers.2.self_attn.{one}" for one in ("q_proj", "k_proj")
+    }
+    assert torch.equal(
+        attending.q_proj.weight[:64], before["model.language_model.layers.2.self_attn.q_proj.weight"][:64]
+    )
+
+
+def test_a_smaller_picture_is_the_upper_left_of_a_square(pair_of: Callable[..., Any]) -> None:
+    _, trainee = pair_of("deepseek_vl")
+    look = trainee.model.base_model.vision_model.embeddings
+    square = torch.rand(2, 3, 224, 224)
+    caught: list[Tensor] = []
+    hook = look.register_forward_hook(lambda *seen: caught.append(seen[2]))
+    for images in (square, square[:, :, :112, :168], square):
+        rows, columns = trainee.grid(*images.shape[-2:])
+        assert trainee.features(images).rows.shape == (2, rows * columns, 384)
+    hook.remove()
+    whole, part, again = caught
+    assert torch.equal(part, whole.view(2, 16, 16, -1)[:, :8, :12].flatten(1, 2))
+    assert torch.equal(again, whole)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_weight_learns_under_autocast(name: str, folder_of: Callable[[str], Path]) -> None:
     trainee = Trainee.load(folder_of(name))
@@ -295,6 +362,12 @@ def test_fresh_weights_are_small_and_those_that_add_to_the_stream_smaller(
         kind = "text" if "language_model" in path else "vision"
         if weight.dim() == 1:
             assert (weight == (1 if path.endswith("weight") else 0)).all(), path
+            continue
+        if "position_embedding." in path:
+            assert weight.abs().max() <= PLACES, path
+            places = torch.nn.functional.normalize(weight, dim=1)
+            alike = (places @ places[17]).view(16, 16)
+            assert alike[1, 1] > alike[1, 2] > alike[1, 5], "near places are alike"
             continue
         small = abs(float(weight.std()) / scaled[kind] - 1) < 0.05
         seen[kind] += small

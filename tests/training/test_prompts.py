@@ -189,9 +189,9 @@ def test_what_is_lacking_is_drilled_in_turn() -> None:
     assert not course.heed(step + 50 + PATIENCE, {})
     assert course.heed(step + 100 + PATIENCE, {})  # it has had its time
     assert course.drilled == "pages"
-    assert course.heed(step + 150 + PATIENCE, {"pages": 0.96})
+    assert course.heed(step + 150 + PATIENCE, {"pages": 0.98})
     assert course.drilled == "codes"  # round again
-    assert course.heed(step + 200 + PATIENCE, {"codes": 0.96})
+    assert course.heed(step + 200 + PATIENCE, {"codes": 0.98})
     assert course.drilled is None
 
 
