@@ -22,6 +22,9 @@ FIRST = 1
 """Layers that have a deficit start here."""
 WORTH = 4
 """It is used where a matrix is this many times as wide as the directions looked for."""
+HOST = 512
+"""Matrices on a GPU whose smaller side is at most this are decomposed on the host: a GPU's solvers take small ones one
+after the other, each with a wait."""
 
 
 def rank_within(share: float, tokens: int, width: int) -> int:
@@ -40,7 +43,7 @@ def factor(matrix: Tensor, rank: int) -> Factors:
 
 
 def factor_all(matrices: Sequence[Tensor], ranks: Sequence[int]) -> list[Factors]:
-    """Each matrix as `factor` has it; equal shapes are done together, which on a GPU is all that counts."""
+    """Each matrix as `factor` has it; equal shapes are done together."""
     alike: dict[tuple[torch.Size, int], list[int]] = {}
     for at, (matrix, rank) in enumerate(zip(matrices, ranks, strict=True)):
         alike.setdefault((matrix.shape, min(rank, *matrix.shape)), []).append(at)
@@ -51,9 +54,10 @@ def factor_all(matrices: Sequence[Tensor], ranks: Sequence[int]) -> list[Factors
         if not size.isfinite().all():
             raise ValueError("a matrix that is not finite has no factors")
         stack /= size  # a deficit of mere rounding, squared, would leave what single precision can tell apart
-        few = WORTH * (rank + SPARE) <= min(tokens, width)
-        left, right = _few(stack, rank) if few else _largest(stack, rank)
-        left = left * size
+        smaller = min(tokens, width)
+        work = stack.cpu() if smaller <= HOST else stack
+        left, right = _few(work, rank) if WORTH * (rank + SPARE) <= smaller else _largest(work, rank)
+        left, right = left.to(stack.device) * size, right.to(stack.device)
         found |= {at: Factors(left=left[number], right=right[number]) for number, at in enumerate(places)}
     return [found[at] for at in range(len(matrices))]
 
