@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ from looseleaf.training.optimiser import Optimiser, orthogonal
 from looseleaf.training.prompts import Draft, Sight, Writer
 from looseleaf.training.recipes import RECIPES, build_folder
 from looseleaf.workloads.albums import headline_question, task_album
-from looseleaf.workloads.bounds import HELD_OUT
+from looseleaf.workloads.bounds import HELD_OUT, TRAINED
 from looseleaf.workloads.documents import Documents
 from looseleaf.workloads.lookups import look_up
 from looseleaf.workloads.pictures import Picture, draw
@@ -300,3 +301,13 @@ def test_training_writes_a_folder_that_opens_and_a_log(tmp_path: Path) -> None:
     card = write_card(tmp_path / "model").read_text()
     assert "2 steps" in card
     assert "| documents as text | 2 |" in card
+
+
+def test_a_model_of_one_size_sees_smaller_pictures_until_prompts_are_whole() -> None:
+    bounds, every = TRAINED["deepseek_vl"], Course({"pictures": 1.0}).levels
+    for level in every:
+        frames = {pick_size(kind, level, bounds, Random(0)) for kind in ("clips", "events")}
+        assert frames == ({(224, 224)} if level is every[-1] else {(112, 112)})
+        pictures = {pick_size("pictures", level, bounds, Random(seed)) for seed in range(99)}
+        assert ((224, 224) in pictures) == (level is every[-1])
+    assert HELD_OUT["deepseek_vl"].sizes == ((224, 224),), "what its processor makes of every image"
