@@ -1,4 +1,4 @@
-"""The command line: `looseleaf ask | bench | calibrate | demo | doctor`. Parses, shows progress, prints; no more."""
+"""The command line: `looseleaf ask | bench | calibrate | demo | doctor | store`. Parses, shows progress, prints."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ import os
 import platform
 import re
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 import transformers
 from rich.console import Console
-from rich.status import Status
 
 from looseleaf.bench.calibrate import COUNT, calibrate, rows_of
 from looseleaf.bench.report import BenchOptions, print_rows
 from looseleaf.checks import check_whole
+from looseleaf.cli_store import add_store
+from looseleaf.config import Config
 from looseleaf.demo import DemoOptions, run_demo
+from looseleaf.doing import Doing
 from looseleaf.engine.request import Answer, Usage
 from looseleaf.errors import ConfigError, LooseleafError, PromptError
 from looseleaf.link.calibration import cached_at
 from looseleaf.link.policies import POLICIES
 from looseleaf.prompt.segments import Document, Image, Segment
+from looseleaf.store.opening import MEMORY
 from looseleaf.system import DEFAULT_MODEL, Looseleaf
 from looseleaf.version import VERSION
 
@@ -45,47 +46,6 @@ BENCHES = {"exact": "does reuse machinery change anything when it must not?",
            "segment": "how fast is a stored segment bound, beside computing it?"}  # fmt: skip
 COUNTING = ("reuse", "rank", "reorder", "envelope", "window")
 """Benches that ask questions of trained models."""
-
-
-class Doing:
-    """Says on stderr what is going on, once it takes longer than a second."""
-
-    def __init__(self, console: Console):
-        self._console = console
-        self._stage = ""
-        self._status: Status | None = None
-        self._timer: threading.Timer | None = None
-
-    def __call__(self, stage: str) -> None:
-        """A new stage began."""
-        self.stop()
-        self._stage = stage
-        self._timer = threading.Timer(1.0, self._show)
-        self._timer.daemon = True
-        self._timer.start()
-
-    def _show(self) -> None:
-        if self._console.is_terminal:
-            self._status = self._console.status(f"{self._stage} …")
-            self._status.start()
-        else:
-            self._console.print(f"{self._stage} …")
-
-    def stop(self) -> None:
-        """Nothing is going on any more."""
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._status is not None:
-            self._status.stop()
-            self._status = None
-
-    def __enter__(self) -> Doing:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -126,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="check this machine and, with --model, a model")
     _add_model(doctor)
     doctor.set_defaults(run=_doctor)
+    add_store(commands)
     return parser
 
 
@@ -156,6 +117,7 @@ def _add_opening(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", help="float32, bfloat16 or float16 (default: the checkpoint's)")
     parser.add_argument("--revision", help="of a hub model")
     parser.add_argument("--max-length", type=int, help="longest prompt with its answer, in tokens")
+    parser.add_argument("--store", default=MEMORY, help="a folder that keeps what is computed (default: %(default)s)")
 
 
 def _add_ask(commands: Any) -> None:
@@ -229,7 +191,7 @@ class _Attach(argparse.Action):
 def _open(options: argparse.Namespace, doing: Doing) -> Looseleaf:
     return Looseleaf.open(
         options.model, device=options.device, dtype=options.dtype, revision=options.revision,
-        max_length=options.max_length, tell=doing,
+        max_length=options.max_length, config=Config(store=options.store), tell=doing,
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from looseleaf.errors import ConfigError
 from looseleaf.link.policies import Policy, PrefixCache
 from looseleaf.prompt.build import CANONICALS
 from looseleaf.prompt.media import MediaLimits
+from looseleaf.store.opening import MEMORY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +22,12 @@ class Config:
     """Used when a request names none. The default is exact."""
     canonical: str = "preamble"
     """What chunks are computed behind: the chat template's fixed preamble, or `none`."""
+    store: str = MEMORY
+    """Where records are kept: `memory://`, or a folder, which survives restarts, with memory in front of it."""
     store_bytes: int = 4 * 2**30
-    """Budget of the in-memory store: chunk records, features and prefixes together."""
+    """Budget of the store in memory: chunk records, features and prefixes together."""
+    disk_bytes: int = 64 * 2**30
+    """Budget of the folder, if there is one."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     media: MediaLimits = field(default_factory=MediaLimits)
     audit: float = 0.0
@@ -32,6 +37,9 @@ class Config:
 
     def __post_init__(self) -> None:
         check_whole("store_bytes", self.store_bytes, low=0)
+        check_whole("disk_bytes", self.disk_bytes, low=0)
+        if not isinstance(self.store, str):
+            raise ConfigError(f"store is {MEMORY!r} or the path of a folder, got {self.store!r}")
         check_number("audit", self.audit, low=0, high=1)
         if not isinstance(self.calibration, Path | None):
             raise ConfigError(f"calibration is a Path, got {self.calibration!r}")

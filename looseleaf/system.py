@@ -36,7 +36,7 @@ from looseleaf.model.loading import load_adapter
 from looseleaf.prompt.build import PromptBuilder
 from looseleaf.prompt.chunks import Prompt
 from looseleaf.prompt.segments import PromptLike, Segment
-from looseleaf.store.memory import MemoryStore
+from looseleaf.store.opening import open_store
 from looseleaf.store.protocol import StoreStats
 
 log = logging.getLogger(__name__)
@@ -166,7 +166,10 @@ class Looseleaf:
     def __init__(self, adapter: Adapter, config: Config | None = None):
         self.config = config or Config()
         self.adapter = adapter
-        self.store = MemoryStore(self.config.store_bytes)
+        self.store = open_store(
+            self.config.store, memory_bytes=self.config.store_bytes, disk_bytes=self.config.disk_bytes,
+            device=adapter.device,
+        )  # fmt: skip
         self.builder = PromptBuilder(adapter, limits=self.config.media, canonical=self.config.canonical)
         self.linker = Linker(adapter, self.store, self.builder.canonical, max_rows=self.config.engine.max_rows)
         self.reference = Reference(self.builder, self.linker)

@@ -233,12 +233,12 @@ def commands() -> dict[str, argparse.ArgumentParser]:
 def test_help_lists_every_command(run: Any) -> None:
     code, out, _ = run("--help")
     assert code == 0
-    assert list(commands()) == ["ask", "bench", "calibrate", "demo", "doctor"]
+    assert list(commands()) == ["ask", "bench", "calibrate", "demo", "doctor", "store"]
     for name in commands():
         assert re.search(rf"^ +{name}\s+\S", out, re.MULTILINE), f"{name} is listed with what it does"
 
 
-@pytest.mark.parametrize("command", ["ask", "bench", "calibrate", "demo", "doctor"])
+@pytest.mark.parametrize("command", ["ask", "bench", "calibrate", "demo", "doctor", "store"])
 def test_help_of_a_command_lists_every_option(run: Any, command: str) -> None:
     code, out, _ = run(command, "--help")
     assert code == 0

@@ -65,6 +65,22 @@ class KVLayout:
         )
         return f"v{self.VERSION} {self.dtype} {shapes}"
 
+    @classmethod
+    def parse(cls, text: str) -> KVLayout:
+        """What `describe` wrote; ValueError for anything else."""
+        version, dtype, shapes = text.split(" ")
+        layers = []
+        for shape in shapes.split(";"):
+            keys, values, *latent = shape.split(",")
+            planes = [
+                Plane(heads=int(one), dim=int(other)) for one, other in (each.split("x") for each in (keys, values))
+            ]
+            layers.append(LayerLayout(keys=planes[0], values=planes[1], latent=latent == ["latent"]))
+        found = cls(layers=tuple(layers), dtype=getattr(torch, dtype.removeprefix("torch."), torch.uint8))
+        if version != f"v{cls.VERSION}" or found.describe() != text:
+            raise ValueError(f"not a layout: {text!r}")
+        return found
+
 
 class KVRows:
     """Keys and values of `tokens` rows in every layer: keys[layer] and values[layer] are [head, token, dim].

@@ -31,7 +31,15 @@ class StoreStats:
     evictions: int = 0
     expired: int = 0
     refused: int = 0
-    """Records larger than the whole budget: computed, used, not kept."""
+    """Records larger than the whole budget, or that could not be written: computed, used, not kept."""
+    quarantined: int = 0
+    """Stored files that were damaged or another's: put aside, computed again."""
+    faults: int = 0
+    """Times the medium failed and the answer was computed instead."""
+    disk_records: int = 0
+    disk_bytes: int = 0
+    disk_hits: int = 0
+    """Of a folder behind memory; hits are counted among the hits."""
 
 
 class Store(Protocol):

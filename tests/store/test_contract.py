@@ -3,12 +3,16 @@
 To add a store, add a function to STORES that opens one with a budget and a clock.
 """
 
+import atexit
 import inspect
 import random
+import shutil
+import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,12 +21,23 @@ from hypothesis import strategies as st
 
 from looseleaf.errors import ConfigError
 from looseleaf.kv.records import Features, Record, States
+from looseleaf.store.disk import DiskStore
 from looseleaf.store.memory import MemoryStore
 from looseleaf.store.protocol import Key, Store, StoreStats
 
 Opener = Callable[[int, Callable[[], float]], Store]
 
-STORES: dict[str, Opener] = {"memory": lambda budget_bytes, clock: MemoryStore(budget_bytes, clock=clock)}
+
+def on_disk(budget_bytes: int, clock: Callable[[], float]) -> Store:
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return DiskStore(Path(folder), budget_bytes, clock=clock, durable=False)
+
+
+STORES: dict[str, Opener] = {
+    "memory": lambda budget_bytes, clock: MemoryStore(budget_bytes, clock=clock),
+    "disk": on_disk,
+}
 
 
 class Clock:

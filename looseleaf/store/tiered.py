@@ -1,0 +1,164 @@
+"""Memory in front of a folder: what is used is at hand, what was computed survives.
+
+Records go into memory at once and into the folder by a thread of its own; reading takes them from memory, else from the
+folder, from where they come back into memory. What memory evicts is still in the folder. Blocks of prefixes stay in
+memory: they are many, small, and a prompt's own.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from looseleaf.checks import check_number
+from looseleaf.kv.records import Record, SequenceKV
+from looseleaf.store.disk import DiskStore
+from looseleaf.store.memory import MemoryStore
+from looseleaf.store.protocol import Key, StoreStats
+
+WAITING_BYTES = 2**30
+"""Records that wait to be written, together; whoever stores more waits for the medium."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Waiting:
+    """A record on its way to the folder."""
+
+    record: Record
+    expires_at: float | None
+
+    def left_s(self, now: float) -> float | None:
+        return None if self.expires_at is None else max(0.0, self.expires_at - now)
+
+
+class TieredStore:
+    """A memory store over a disk store."""
+
+    def __init__(self, memory: MemoryStore, disk: DiskStore, *, clock: Callable[[], float] = time.monotonic):
+        self.memory, self.disk = memory, disk
+        self._clock = clock
+        self._waiting: OrderedDict[Key, _Waiting] = OrderedDict()
+        self._waiting_bytes = 0
+        self._news = threading.Condition()
+        self._busy: Key | None = None
+        self._closed = False
+        self._writer: threading.Thread | None = None
+
+    def get(self, key: Key) -> Record | None:
+        """From memory, from those on their way to the folder, or from the folder."""
+        record = self.memory.get(key)
+        if record is not None:
+            return record
+        with self._news:
+            waiting = self._waiting.get(key)
+        if waiting is not None:
+            left_s = waiting.left_s(self._clock())
+            if left_s == 0:
+                return None
+            self.memory.put(key, waiting.record, ttl_s=left_s)
+            return waiting.record
+        found = self.disk.fetch(key)
+        if found is None:
+            return None
+        record, left_s = found
+        if left_s is not None and left_s <= 0:
+            return None
+        self.memory.put(key, record, ttl_s=left_s)
+        return record
+
+    def put(self, key: Key, record: Record, *, ttl_s: float | None = None) -> bool:
+        """Into memory now, into the folder soon; False when neither takes it."""
+        if ttl_s is not None:
+            check_number("ttl_s", ttl_s, low=0)
+        kept = self.memory.put(key, record, ttl_s=ttl_s)
+        if isinstance(record, SequenceKV) or record.nbytes > self.disk.budget_bytes:
+            return kept
+        with self._news:
+            while self._waiting and self._waiting_bytes + record.nbytes > WAITING_BYTES and not self._closed:
+                self._news.wait()
+            if self._closed:
+                return kept
+            self._take_off(key)
+            self._waiting[key] = _Waiting(record, None if ttl_s is None else self._clock() + ttl_s)
+            self._waiting_bytes += record.nbytes
+            if self._writer is None:
+                self._writer = threading.Thread(target=self._write, name="looseleaf-store", daemon=True)
+                self._writer.start()
+            self._news.notify_all()
+        return True
+
+    def contains(self, key: Key) -> bool:
+        """Whether `get` would answer, without counting or touching anything."""
+        with self._news:
+            waiting = self._waiting.get(key)
+        if waiting is not None and waiting.left_s(self._clock()) != 0:
+            return True
+        return self.memory.contains(key) or self.disk.contains(key)
+
+    def delete(self, key: Key) -> bool:
+        """Forget a record everywhere; whether there was one."""
+        with self._news:
+            waiting = self._take_off(key)
+            while self._busy == key:  # on its way into the folder: wait, then take it out again
+                self._news.wait()
+        found = [self.memory.delete(key), self.disk.delete(key)]
+        return waiting or any(found)
+
+    def flush(self) -> None:
+        """Wait until everything stored so far is in the folder."""
+        with self._news:
+            while self._waiting or self._busy is not None:
+                self._news.wait()
+
+    def stats(self) -> StoreStats:
+        """Hits of both, misses of the folder behind memory; records and bytes in memory."""
+        above, below = self.memory.stats(), self.disk.stats()
+        return replace(
+            above, hits=above.hits + below.hits, misses=below.misses, expired=above.expired + below.expired,
+            quarantined=below.quarantined, faults=below.faults, disk_records=below.records,
+            disk_bytes=below.size_bytes, disk_hits=below.hits,
+        )  # fmt: skip
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when either's books do not agree."""
+        self.flush()
+        self.memory.check_integrity()
+        self.disk.check_integrity()
+
+    def close(self) -> None:
+        """Write what waits, and let go of both."""
+        with self._news:
+            self._closed = True
+            self._news.notify_all()
+        if self._writer is not None:
+            self._writer.join()
+        self.memory.close()
+        self.disk.close()
+
+    def _take_off(self, key: Key) -> bool:
+        waiting = self._waiting.pop(key, None)
+        if waiting is not None:
+            self._waiting_bytes -= waiting.record.nbytes
+        return waiting is not None
+
+    def _write(self) -> None:
+        while True:
+            with self._news:
+                while not self._waiting and not self._closed:
+                    self._news.wait()
+                if not self._waiting:
+                    return
+                key = next(iter(self._waiting))
+                one = self._waiting[key]
+                self._busy = key
+            left_s = one.left_s(self._clock())
+            if left_s != 0:
+                self.disk.put(key, one.record, ttl_s=left_s)
+            with self._news:
+                if self._waiting.get(key) is one:  # else it was replaced meanwhile, and its turn comes again
+                    self._take_off(key)
+                self._busy = None
+                self._news.notify_all()

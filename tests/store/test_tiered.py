@@ -1,0 +1,194 @@
+"""Memory in front of a folder, and a whole system on it: a restarted process reads what another computed."""
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image as PILImages
+
+from looseleaf import Config, Looseleaf
+from looseleaf.errors import ConfigError
+from looseleaf.kv.layout import KVLayout, KVRows, LayerLayout, Plane
+from looseleaf.kv.records import Features, Record, SequenceKV
+from looseleaf.store.disk import DiskStore
+from looseleaf.store.memory import MemoryStore
+from looseleaf.store.opening import folder_of, open_store
+from looseleaf.store.protocol import Key
+from looseleaf.store.tiered import TieredStore
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def key(name: str, part: str = "features") -> Key:
+    return Key(name, part)
+
+
+def record(number: int, size: int = 10) -> Features:
+    return Features(embeddings=torch.full((size,), number, dtype=torch.uint8))
+
+
+def number(found: Record | None) -> int | None:
+    return int(found.embeddings[0]) if isinstance(found, Features) else None
+
+
+def tiered(folder: Path, memory: int = 100, disk: int = 1000, clock: Clock | None = None) -> TieredStore:
+    at = clock or Clock()
+    return TieredStore(MemoryStore(memory, clock=at), DiskStore(folder, disk, clock=at, durable=False), clock=at)
+
+
+def test_what_memory_evicts_is_found_in_the_folder_and_comes_back(tmp_path: Path) -> None:
+    store = tiered(tmp_path)
+    for at in range(20):
+        assert store.put(key(f"k{at}"), record(at))
+    store.flush()
+    assert store.memory.stats().records == 10
+    assert number(store.get(key("k0"))) == 0
+    assert store.memory.contains(key("k0"))
+    assert (store.stats().disk_hits, store.stats().hits, store.stats().disk_records) == (1, 1, 20)
+    assert store.get(key("none")) is None
+    assert store.stats().misses == 1
+    store.check_integrity()
+
+
+def test_what_waits_to_be_written_is_found_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = tiered(tmp_path, memory=0)
+    go, put = threading.Event(), store.disk.put
+
+    def slow(*given: object, **more: object) -> bool:
+        go.wait()
+        return put(*given, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(store.disk, "put", slow)
+    assert store.put(key("a"), record(1))
+    assert store.put(key("b"), record(2))
+    assert store.put(key("b"), record(3)), "the newer one counts"
+    assert store.contains(key("a"))
+    assert [number(store.get(key(name))) for name in "ab"] == [1, 3]
+    go.set()
+    store.flush()
+    assert [number(store.disk.get(key(name))) for name in "ab"] == [1, 3]
+
+
+def test_deleting_removes_it_everywhere(tmp_path: Path) -> None:
+    store = tiered(tmp_path)
+    for at in range(5):
+        store.put(key(f"k{at}"), record(at))
+        if at % 2:
+            store.flush()
+        assert store.delete(key(f"k{at}"))
+        assert not store.delete(key(f"k{at}"))
+        assert store.get(key(f"k{at}")) is None
+    store.flush()
+    assert list(store.disk.entries()) == []
+    assert list((tmp_path / "records").glob("*/*")) == []
+
+
+def test_a_time_to_live_goes_on_in_the_folder(tmp_path: Path) -> None:
+    clock = Clock()
+    store = tiered(tmp_path, clock=clock)
+    store.put(key("a"), record(1), ttl_s=5.0)
+    store.flush()
+    store.memory.close()
+    clock.now += 3
+    assert number(store.get(key("a"))) == 1
+    clock.now += 2
+    assert store.get(key("a")) is None
+    store.put(key("b"), record(1), ttl_s=0)
+    assert store.get(key("b")) is None
+
+
+def test_closing_writes_what_waits(tmp_path: Path) -> None:
+    store = tiered(tmp_path)
+    for at in range(30):
+        store.put(key(f"k{at}"), record(at))
+    store.close()
+    store.close()
+    assert tiered(tmp_path).disk.stats().records == 30
+    assert store.get(key("k1")) is None
+    assert not store.put(key("k1"), record(1, 101)), "nobody would write it"
+
+
+def test_blocks_of_a_prefix_stay_in_memory(tmp_path: Path) -> None:
+    plane = Plane(heads=1, dim=2)
+    rows = KVRows(KVLayout(layers=(LayerLayout(keys=plane, values=plane),), dtype=torch.float32), 2)
+    store = tiered(tmp_path)
+    assert store.put(key("s", "sequence"), SequenceKV(rows=rows))
+    store.flush()
+    assert store.contains(key("s", "sequence"))
+    assert not store.disk.contains(key("s", "sequence"))
+
+
+def test_an_address_opens_a_store(tmp_path: Path) -> None:
+    assert isinstance(open_store("memory://", memory_bytes=1, disk_bytes=1), MemoryStore)
+    for address in (str(tmp_path / "a b"), f"file://{tmp_path}/a%20b"):
+        assert folder_of(address) == tmp_path / "a b"
+    store = open_store(str(tmp_path / "a b"), memory_bytes=1, disk_bytes=1)
+    assert isinstance(store, TieredStore)
+    store.close()
+    for address in ("", "ftp://x/y", "file://host/path"):
+        with pytest.raises(ConfigError, match="store"):
+            open_store(address, memory_bytes=1, disk_bytes=1)
+    with pytest.raises(ConfigError, match="store is 'memory://'"):
+        Config(store=3)  # type: ignore[arg-type]
+
+
+ASKS = """
+import json, sys
+from PIL import Image
+from looseleaf import Config, Looseleaf
+image = Image.effect_noise((84, 84), 90).convert("RGB") if sys.argv[2] == "draw" else Image.open(sys.argv[2])
+image.save(sys.argv[3])
+with Looseleaf.open("tiny:" + sys.argv[4], dtype="float32", config=Config(store=sys.argv[1])) as ll:
+    looked = ll.linker.counters
+    found = []
+    for policy in ("full-reuse", "patched:0.5"):
+        answer = ll.ask(["See", image, "and", image, "What?"], policy=policy, max_tokens=4)
+        ll.settle()
+        found.append([answer.token_ids, answer.usage.relocated_tokens, answer.usage.patched_tokens])
+    print(json.dumps({"found": found, "computed": looked.chunks_computed, "seen": looked.vision_calls}))
+"""
+
+
+def run(folder: Path, source: str, image: Path, family: str) -> dict[str, object]:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", ASKS, str(folder), source, str(image), family],
+        capture_output=True, text=True, timeout=200, check=True,
+    )  # fmt: skip
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "kimi_k25"])
+def test_a_restarted_process_reads_what_was_computed_before(tmp_path: Path, family: str) -> None:
+    image = tmp_path / "image.png"
+    first = run(tmp_path / "store", "draw", image, family)
+    again = run(tmp_path / "store", str(image), image, family)
+    assert first["computed"]
+    assert (again["computed"], again["seen"]) == (0, 0)
+    reused, patched = again["found"]  # type: ignore[misc]
+    assert reused[0] == first["found"][0][0]  # type: ignore[index]
+    assert reused[1] > 0
+    assert patched[2] > 0, "the patch was left by the first process"
+
+
+def test_a_damaged_folder_costs_time_and_no_answer(tmp_path: Path) -> None:
+    prompt = ["See", PILImages.effect_noise((84, 84), 90).convert("RGB"), "What?"]
+    config = Config(store=str(tmp_path))
+    with Looseleaf.open("tiny:qwen2_5_vl", dtype="float32", config=config) as ll:
+        expected = ll.ask(prompt, policy="full-reuse", max_tokens=4).token_ids
+    for path in (tmp_path / "records").glob("*/*"):
+        data = bytearray(path.read_bytes())
+        data[-3] ^= 16
+        path.write_bytes(data)
+    with Looseleaf.open("tiny:qwen2_5_vl", dtype="float32", config=config) as ll:
+        assert ll.ask(prompt, policy="full-reuse", max_tokens=4).token_ids == expected
+        assert ll.stats().quarantined >= 1
+        assert ll.linker.counters.chunks_computed == 1
