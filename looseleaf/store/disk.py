@@ -31,6 +31,7 @@ from looseleaf.errors import ConfigError
 from looseleaf.kv.records import Record
 from looseleaf.store import format as files
 from looseleaf.store.format import DamagedError, Manifest
+from looseleaf.store.medium import Medium
 from looseleaf.store.protocol import Key, StoreStats
 
 log = logging.getLogger(__name__)
@@ -80,16 +81,18 @@ class DiskStore:
 
     def __init__(
         self, folder: Path, budget_bytes: int, *, device: torch.device | str = "cpu",
-        clock: Callable[[], float] = time.time, durable: bool = True,
+        clock: Callable[[], float] = time.time, medium: Medium | None = None,
     ):  # fmt: skip
         check_whole("store.budget_bytes", budget_bytes, low=0)
         self.folder, self.budget_bytes = folder, budget_bytes
-        self._device, self._clock, self._durable = device, clock, durable
+        self._device, self._clock, self._medium = device, clock, medium or Medium()
         self._lock = threading.RLock()
         self._numbers = count()
         self._counts = StoreStats(budget_bytes=budget_bytes)
         self._touched: dict[Key, None] = {}
         """Read since the index was last written, in order."""
+        self._doomed: list[Path] = []
+        """Files that go with this transaction."""
         self._closed = False
         try:
             for name in ("records", "writing", "damaged"):
@@ -112,19 +115,18 @@ class DiskStore:
                 self._count(misses=1)
                 return None
         try:
-            with entry.path.open("rb", buffering=0) as file:  # once open it stays readable, whoever removes it
-                record, manifest = files.read(file, key, device=self._device)
+            record, manifest = self._read(entry)
         except DamagedError as error:
             self._put_aside(entry, str(error))
             self._count(misses=1)
             return None
         except FileNotFoundError:
             with self._lock:
-                gone = self._live(key)
-                if gone is not None and not gone.path.exists():
-                    log.warning("the file of a stored record is gone: %s", entry.path)
-                    self._forget([key])
+                if self._entry(key) is not None:  # else somebody removed it meanwhile, as one may
                     self._count(faults=1)
+                    if not entry.path.exists():
+                        log.warning("the file of a stored record is gone: %s", entry.path)
+                        self._forget([key])
                 self._count(misses=1)
             return None
         except OSError as error:
@@ -138,6 +140,17 @@ class DiskStore:
         left_s = None if manifest.expires_s is None else manifest.expires_s - self._clock()
         return record, left_s
 
+    def _read(self, entry: Entry) -> tuple[Record, Manifest]:
+        """A record's file; once more where it seems damaged, as the way from the medium may have been."""
+        try:
+            with self._medium.reading(entry.path) as file:
+                return files.read(file, entry.key, device=self._device)
+        except DamagedError:
+            with self._medium.reading(entry.path) as file:
+                found = files.read(file, entry.key, device=self._device)
+            self._count(faults=1)
+            return found
+
     def put(self, key: Key, record: Record, *, ttl_s: float | None = None) -> bool:
         """Keep a record, evicting the least recently used; False when it does not fit or cannot be written."""
         if ttl_s is not None:
@@ -150,11 +163,9 @@ class DiskStore:
         expires_s = None if ttl_s is None else now + ttl_s
         aside = self.folder / "writing" / f"{os.getpid()}-{next(self._numbers)}-{threading.get_ident()}"
         try:
-            with aside.open("wb") as file:
+            with self._medium.writing(aside) as file:
                 files.write(file, key, record, created_s=now, expires_s=expires_s)
-                file.flush()
-                if self._durable:
-                    os.fsync(file.fileno())
+                self._medium.flush(file)
             with self._lock:
                 self._enter(key, record, aside, now, expires_s)
         except (OSError, sqlite3.Error) as error:
@@ -271,7 +282,7 @@ class DiskStore:
         index = sqlite3.connect(path, timeout=WAIT_S, isolation_level=None, check_same_thread=False)
         try:
             index.execute("PRAGMA journal_mode=WAL")
-            index.execute(f"PRAGMA synchronous={'FULL' if self._durable else 'OFF'}")
+            index.execute(f"PRAGMA synchronous={'FULL' if self._medium.durable else 'OFF'}")
             version = index.execute("PRAGMA user_version").fetchone()[0]
             if version not in (0, SCHEMA):
                 raise ConfigError(f"{path} was written by another version of looseleaf (schema {version})")
@@ -326,11 +337,16 @@ class DiskStore:
             for key in self._touched:
                 self._index.execute(f"UPDATE records SET used = {NEXT} WHERE identity = ? AND part = ?", key)
             yield
+            # last of all, but while nobody else may put a new file in such a place
+            for path in self._doomed:
+                path.unlink(missing_ok=True)
             self._index.execute("COMMIT")
             self._touched.clear()
         except BaseException:
             self._index.execute("ROLLBACK")
             raise
+        finally:
+            self._doomed.clear()
 
     def _note_use(self) -> None:
         if self._touched and not self._closed:
@@ -342,15 +358,14 @@ class DiskStore:
         path = self._path(key)
         if not path.parent.exists():
             path.parent.mkdir(exist_ok=True)
-            self._flush_folder(path.parent.parent)
+            self._medium.flush_folder(path.parent.parent)
         with self._writing():
             self._index.execute("DELETE FROM records WHERE identity = ? AND part = ?", key)
             room = record.nbytes
             if self._total("SUM(size_bytes)") + room > self.budget_bytes:
                 self._drop_expired()
             self._make_room(room)
-            aside.rename(path)
-            self._flush_folder(path.parent)
+            self._medium.rename(aside, path)
             self._insert(key, files.kind_of(record), room, created_s, expires_s)
 
     def _insert(self, key: Key, kind: str, size_bytes: int, created_s: float, expires_s: float | None) -> None:
@@ -373,17 +388,14 @@ class DiskStore:
 
     def _drop(self, entry: Entry) -> None:
         self._index.execute("DELETE FROM records WHERE identity = ? AND part = ?", entry.key)
-        self._touched.pop(entry.key, None)
-        entry.path.unlink(missing_ok=True)
+        self._doomed.append(entry.path)
 
     def _forget(self, keys: list[Key]) -> None:
         if keys and not self._closed:
             with self._writing():
                 for key in keys:
                     self._index.execute("DELETE FROM records WHERE identity = ? AND part = ?", key)
-                    self._path(key).unlink(missing_ok=True)
-            for key in keys:
-                self._touched.pop(key, None)
+                    self._doomed.append(self._path(key))
 
     def _put_aside(self, entry: Entry | None, why: str, path: Path | None = None) -> None:
         path = path or (entry.path if entry is not None else None)
@@ -428,14 +440,6 @@ class DiskStore:
 
     def _total(self, what: str) -> int:
         return int(self._index.execute(f"SELECT {what} FROM records").fetchone()[0] or 0)
-
-    def _flush_folder(self, folder: Path) -> None:
-        if self._durable:
-            handle = os.open(folder, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
 
     def _count(self, **more: int) -> None:
         with self._lock:

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from looseleaf.errors import ConfigError
 from looseleaf.kv.records import Features, Record, States
 from looseleaf.store.disk import DiskStore
+from looseleaf.store.medium import Medium
 from looseleaf.store.memory import MemoryStore
 from looseleaf.store.protocol import Key, Store, StoreStats
 
@@ -31,7 +32,7 @@ Opener = Callable[[int, Callable[[], float]], Store]
 def on_disk(budget_bytes: int, clock: Callable[[], float]) -> Store:
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return DiskStore(Path(folder), budget_bytes, clock=clock, durable=False)
+    return DiskStore(Path(folder), budget_bytes, clock=clock, medium=Medium(durable=False))
 
 
 STORES: dict[str, Opener] = {

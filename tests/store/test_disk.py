@@ -1,6 +1,5 @@
 """A folder of records: restarts, damage, crashes, several processes. Each costs a record at most, never a wrong one."""
 
-import os
 import shutil
 import signal
 import sqlite3
@@ -16,6 +15,7 @@ import torch
 from looseleaf.errors import ConfigError
 from looseleaf.kv.records import Features, Record
 from looseleaf.store.disk import DiskStore
+from looseleaf.store.medium import FaultyMedium
 from looseleaf.store.protocol import Key
 
 MB = 2**20
@@ -161,16 +161,41 @@ def test_verify_names_every_damaged_file_and_keeps_the_rest(tmp_path: Path) -> N
     assert (again.good, again.damaged, again.missing, again.adopted) == (3, {}, [], [])
 
 
-def test_a_full_disk_costs_the_record_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = filled(tmp_path)
-    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+@pytest.mark.parametrize("fault", ["out of space", "partial write", "flush refused", "rename refused"])
+def test_a_write_that_fails_costs_the_record_and_nothing_else(tmp_path: Path, fault: str) -> None:
+    filled(tmp_path).close()
+    medium = FaultyMedium()
+    store = DiskStore(tmp_path, MB, medium=medium)
+    medium.arm(fault)
     assert not store.put(key("new"), record(9))
-    monkeypatch.undo()
     assert store.get(key("new")) is None
     assert list((tmp_path / "writing").iterdir()) == []
     assert (store.stats().refused, store.stats().faults) == (1, 1)
     assert number(store.get(key("k0"))) == 0
     store.check_integrity()
+    assert store.put(key("new"), record(9))
+    assert number(store.get(key("new"))) == 9
+
+
+@pytest.mark.parametrize("fault", ["read refused", "read dropped"])
+def test_a_read_that_fails_is_a_miss_once(tmp_path: Path, fault: str) -> None:
+    filled(tmp_path).close()
+    medium = FaultyMedium()
+    store = DiskStore(tmp_path, MB, medium=medium)
+    medium.arm(fault)
+    assert store.get(key("k1")) is None
+    assert number(store.get(key("k1"))) == 1
+    assert (store.stats().misses, store.stats().faults, store.stats().quarantined) == (1, 1, 0)
+
+
+@pytest.mark.parametrize("fault", ["read corrupted", "read cut short"])
+def test_what_is_damaged_on_its_way_is_read_once_more(tmp_path: Path, fault: str) -> None:
+    filled(tmp_path).close()
+    medium = FaultyMedium(seed=3)
+    store = DiskStore(tmp_path, MB, medium=medium)
+    medium.arm(fault)
+    assert number(store.get(key("k1"))) == 1
+    assert (store.stats().hits, store.stats().faults, store.stats().quarantined) == (1, 1, 0)
 
 
 def test_names_lead_nowhere_but_into_the_folder(tmp_path: Path) -> None:
@@ -222,6 +247,7 @@ from pathlib import Path
 import torch
 from looseleaf.kv.records import Features
 from looseleaf.store.disk import DiskStore
+from looseleaf.store.medium import FaultyMedium
 from looseleaf.store.protocol import Key
 store = DiskStore(Path(sys.argv[1]), 2**30)
 print("open", flush=True)

@@ -15,6 +15,7 @@ from looseleaf.errors import ConfigError
 from looseleaf.kv.layout import KVLayout, KVRows, LayerLayout, Plane
 from looseleaf.kv.records import Features, Record, SequenceKV
 from looseleaf.store.disk import DiskStore
+from looseleaf.store.medium import Medium
 from looseleaf.store.memory import MemoryStore
 from looseleaf.store.opening import folder_of, open_store
 from looseleaf.store.protocol import Key
@@ -42,7 +43,8 @@ def number(found: Record | None) -> int | None:
 
 def tiered(folder: Path, memory: int = 100, disk: int = 1000, clock: Clock | None = None) -> TieredStore:
     at = clock or Clock()
-    return TieredStore(MemoryStore(memory, clock=at), DiskStore(folder, disk, clock=at, durable=False), clock=at)
+    below = DiskStore(folder, disk, clock=at, medium=Medium(durable=False))
+    return TieredStore(MemoryStore(memory, clock=at), below, clock=at)
 
 
 def test_what_memory_evicts_is_found_in_the_folder_and_comes_back(tmp_path: Path) -> None:
