@@ -43,7 +43,8 @@ BENCHES = {"exact": "does reuse machinery change anything when it must not?",
            "envelope": "how far may an antecedent drift before a patch harms?",
            "window": "what do a window's survivors and returning pages need?",
            "amortize": "after how many reuses is a patch paid?",
-           "segment": "how fast is a stored segment bound, beside computing it?"}  # fmt: skip
+           "segment": "how fast is a stored segment bound, beside computing it?",
+           "faults": "does any fault of a store turn into a wrong record or lose one?"}  # fmt: skip
 COUNTING = ("reuse", "rank", "reorder", "envelope", "window")
 """Benches that ask questions of trained models."""
 
@@ -161,7 +162,8 @@ def _add_bench(commands: Any) -> None:
     bench.add_argument(
         "--count",
         type=int,
-        help="reuse, rank, reorder, envelope, window: questions of each kind (default: 500, 200, 100, 100, 100)",
+        help="reuse, rank, reorder, envelope, window: questions of each kind (default: 500, 200, 100, 100, 100); "
+        "faults: all of them (2400)",
     )
     bench.add_argument(
         "--dtype", help="reuse, rank, reorder, envelope, window: float32, bfloat16 or float16 (default: float32)"
@@ -266,12 +268,12 @@ def _file(option: str, name: str) -> Segment:
 
 
 def _bench(options: argparse.Namespace) -> None:
-    takers = {"count": COUNTING, "dtype": COUNTING, "workers": COUNTING, "analyse": ("reuse",)}
+    takers = {"count": (*COUNTING, "faults"), "dtype": COUNTING, "workers": COUNTING, "analyse": ("reuse",)}
     for name, benches in takers.items():
         if getattr(options, name) is not None and options.name not in benches:
             raise ConfigError(f"bench {options.name} takes no --{name}; bench {' and '.join(benches)} do")
-    if options.name == "segment" and options.models:
-        raise ConfigError("bench segment draws its own model and takes no --model")
+    if options.name in ("segment", "faults") and options.models:
+        raise ConfigError(f"bench {options.name} makes its own model and takes no --model")
     if options.name in ("ttft", "amortize") and len(options.models) > 1:
         raise ConfigError(f"bench {options.name} times one model, got {len(options.models)}")
     bench = importlib.import_module(f"looseleaf.bench.{options.name}")

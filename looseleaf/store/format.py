@@ -91,7 +91,9 @@ def write(file: BinaryIO, key: Key, record: Record, *, created_s: float, expires
     }  # fmt: skip
     header = json.dumps({"__metadata__": manifest, **described}, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
-    header = header.replace(f'"header":"{UNSIGNED}"'.encode(), f'"header":"{_checksum(header)}"'.encode(), 1)
+    header = header.replace(
+        f'"header":"{UNSIGNED}"'.encode(), f'"header":"{xxhash.xxh3_128_hexdigest(header)}"'.encode(), 1
+    )
     file.write(len(header).to_bytes(8, "little"))
     file.write(header)
     for part in flat.values():
@@ -108,10 +110,8 @@ def read_manifest(file: BinaryIO) -> Manifest:
     if len(header) != length:
         raise DamagedError("the header ends early")
     signed = re.search(rb'"header":"([0-9a-f]{32})"', header)
-    if (
-        signed is None
-        or _checksum(header.replace(signed[0], f'"header":"{UNSIGNED}"'.encode(), 1)) != signed[1].decode()
-    ):
+    plain = b"" if signed is None else header.replace(signed[0], f'"header":"{UNSIGNED}"'.encode(), 1)
+    if signed is None or not _fits(plain, signed[1].decode()):
         raise DamagedError("the header's checksum differs")
     try:
         return _parse(json.loads(header))
@@ -130,7 +130,7 @@ def read(file: BinaryIO, key: Key, *, device: torch.device | str = "cpu") -> tup
     for block, start, stop in manifest.blocks():
         if file.readinto(room[start:stop]) != stop - start:  # type: ignore[attr-defined]
             raise DamagedError(f"block {block} ends early")
-        if xxhash.xxh3_128_hexdigest(room[start:stop]) != manifest.checksums.get(block):
+        if not _fits(room[start:stop], manifest.checksums.get(block)):
             raise DamagedError(f"the checksum of block {block} differs")
     if file.read(1):
         raise DamagedError("something follows the last block")
@@ -145,8 +145,8 @@ def read(file: BinaryIO, key: Key, *, device: torch.device | str = "cpu") -> tup
         raise DamagedError(f"it is no {manifest.kind}: {error!r}") from error
 
 
-def _checksum(header: bytes) -> str:
-    return xxhash.xxh3_128_hexdigest(header)
+def _fits(data: bytes | memoryview, checksum: str | None) -> bool:
+    return xxhash.xxh3_128_hexdigest(data) == checksum
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -94,7 +94,7 @@ class FaultyMedium(Medium):
             raise OSError(errno.ENOSPC, "No space left on device")
         if fault == "write delayed":
             time.sleep(SLOW_S)
-        return _Partial(path, self._chance.randrange(4096)) if fault == "partial write" else super().writing(path)
+        return _Partial(path, self._chance.randrange(900)) if fault == "partial write" else super().writing(path)
 
     def flush(self, file: BinaryIO) -> None:
         if self._fault(("flush refused",)):

@@ -77,7 +77,7 @@ def test_a_folder_that_is_no_store_stays_as_it_is(tmp_path: Path, capsys: pytest
 def test_ask_keeps_what_it_computed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.txt"
     page.write_text("Once upon a time there was a store.")
-    ask = ["ask", "Look here: {1} Who?", "--document", str(page), "--model", "tiny:qwen2_5_vl", "--policy", "full-reuse",
+    ask = ["ask", "Look: {1} Who?", "--document", str(page), "--model", "tiny:qwen2_5_vl", "--policy", "full-reuse",
            "--json", "--max-tokens", "2", "--store", str(tmp_path / "kept")]  # fmt: skip
     assert main(ask) == 0
     first = json.loads(capsys.readouterr().out)
