@@ -7,7 +7,9 @@ compared. What this file does not know: where files lie, and when they go.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import mmap
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -34,6 +36,7 @@ KINDS: Mapping[type[Any], str] = {
     ChunkKV: "chunk-kv", SequenceKV: "sequence-kv", Features: "features", States: "states", Patch: "patch",
     Pointer: "pointer",
 }  # fmt: skip
+LARGE_PAGE = 2**21
 UNSIGNED = "0" * 32
 """What stands for the header's checksum while it is taken."""
 
@@ -124,8 +127,7 @@ def read(file: BinaryIO, key: Key, *, device: torch.device | str = "cpu") -> tup
     manifest = read_manifest(file)
     if manifest.key != key:
         raise DamagedError(f"it holds {manifest.key.part} of {manifest.key.identity}")
-    pinned = torch.device(device).type == "cuda"
-    data = torch.empty(manifest.data_bytes, dtype=torch.uint8, pin_memory=pinned)
+    data = _room(manifest.data_bytes, pinned=torch.device(device).type == "cuda")
     room = data.numpy().data
     for block, start, stop in manifest.blocks():
         if file.readinto(room[start:stop]) != stop - start:  # type: ignore[attr-defined]
@@ -143,6 +145,16 @@ def read(file: BinaryIO, key: Key, *, device: torch.device | str = "cpu") -> tup
         return _put_together(manifest, tensors), manifest
     except (KeyError, TypeError, ValueError, IndexError, RuntimeError) as error:
         raise DamagedError(f"it is no {manifest.kind}: {error!r}") from error
+
+
+def _room(size_bytes: int, *, pinned: bool) -> Tensor:
+    """Memory to read into. A large room asks for large pages: touching fresh small ones is most of a read's time."""
+    if pinned or size_bytes < LARGE_PAGE:
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned)
+    held = mmap.mmap(-1, -(-size_bytes // LARGE_PAGE) * LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(AttributeError, OSError):  # where there are none
+        held.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(held, dtype=torch.uint8, count=size_bytes)
 
 
 def _fits(data: bytes | memoryview, checksum: str | None) -> bool:
