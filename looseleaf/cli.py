@@ -44,6 +44,7 @@ BENCHES = {"exact": "does reuse machinery change anything when it must not?",
            "window": "what do a window's survivors and returning pages need?",
            "amortize": "after how many reuses is a patch paid?",
            "segment": "how fast is a stored segment bound, beside computing it?",
+           "store": "what does a store's read cost, and does loading go on beside computing?",
            "faults": "does any fault of a store turn into a wrong record or lose one?"}  # fmt: skip
 COUNTING = ("reuse", "rank", "reorder", "envelope", "window")
 """Benches that ask questions of trained models."""
@@ -272,7 +273,7 @@ def _bench(options: argparse.Namespace) -> None:
     for name, benches in takers.items():
         if getattr(options, name) is not None and options.name not in benches:
             raise ConfigError(f"bench {options.name} takes no --{name}; bench {' and '.join(benches)} do")
-    if options.name in ("segment", "faults") and options.models:
+    if options.name in ("segment", "store", "faults") and options.models:
         raise ConfigError(f"bench {options.name} makes its own model and takes no --model")
     if options.name in ("ttft", "amortize") and len(options.models) > 1:
         raise ConfigError(f"bench {options.name} times one model, got {len(options.models)}")

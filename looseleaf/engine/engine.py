@@ -118,7 +118,8 @@ class Engine:
             if watcher is not None:
                 job.watchers.append(watcher)
             self._waiting.append(job)
-            return job
+        self.linker.expect(request.prompt, request.policy)
+        return job
 
     def cancel(self, job: Job) -> bool:
         """Stop a request; False when it had ended already. What it holds is freed by the next step."""

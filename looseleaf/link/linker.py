@@ -92,6 +92,7 @@ class Linker:
         """Fetch and compute everything the plan's pass will read; the pass itself is `Linked.take`."""
         linked = self._start(prompt, plan, capacity)
         try:
+            self.prefetch(prompt, plan)  # what is stored comes while what is missing is computed
             self._fetch_prefix(linked)
             self._fetch_patches(linked)
             started = time.perf_counter()
@@ -106,6 +107,22 @@ class Linker:
             linked.release()
             raise
         return linked
+
+    def expect(self, prompt: Prompt, policy: Policy) -> None:
+        """A prompt waits in line: tell the store what it will probably want. May be called from any thread."""
+        if policy.reuses_chunks:
+            self.store.prefetch(self.keys.kv(span.chunk) for span in prompt.chunks if span.chunk is not None)
+
+    def prefetch(self, prompt: Prompt, plan: Plan) -> None:
+        """Tell the store which records this plan will read."""
+        reused = {piece.start for piece in plan.pieces if piece.use == "reuse" and not piece.kept}
+        layers = [rows.layer for rows in plan.rows if rows.from_states]
+        chunks = {span.chunk.content: span.chunk for span in prompt.chunks if span.chunk and span.start in reused}
+        self.store.prefetch(
+            key
+            for chunk in chunks.values()
+            for key in (self.keys.kv(chunk), *(self.keys.states(chunk, layer) for layer in layers))
+        )
 
     @torch.inference_mode()
     def warm(self, chunks: Sequence[Chunk], *, layers: Sequence[int] = (), keep: Keep | None = None) -> int:
@@ -279,23 +296,30 @@ class Linker:
             )
         layers = [rows.layer for rows in plan.rows if rows.from_states]
         wanted = [(place, span) for place, span in enumerate(linked.prompt.chunks) if span.start in reused]
-        held: dict[str, tuple[ChunkKV, dict[int, States]]] = {}
-        missing: dict[str, tuple[Chunk, Features | None]] = {}
+        places: dict[str, tuple[int, Chunk]] = {}
         for place, span in wanted:
-            chunk = span.chunk
-            assert chunk is not None
-            if chunk.content in held or chunk.content in missing:
-                continue
-            record = self._stored(chunk, layers)
+            assert span.chunk is not None
+            places.setdefault(span.chunk.content, (place, span.chunk))
+        held: dict[str, tuple[ChunkKV, dict[int, States]]] = {}
+
+        def compute(missing: Sequence[str]) -> None:
+            ready = [
+                (places[one][1], linked.features.get(places[one][0]) or self._features(places[one][1], keep))
+                for one in missing
+            ]
+            held.update(zip(missing, self._compute_chunks(ready, layers, keep), strict=True))
+
+        # first what is missing: what is stored is on its way meanwhile
+        compute([one for one, (place, _) in places.items() if place in plan.missing])
+        gone = []
+        for one, (_, chunk) in places.items():
+            record = held.get(one) or self._stored(chunk, layers)
             if record is not None:
-                held[chunk.content] = record
-                continue
-            self.counters.fallbacks += place not in plan.missing and not layers
-            missing[chunk.content] = (chunk, linked.features.get(place) or self._features(chunk, keep))
-        for (chunk, _), record in zip(
-            missing.values(), self._compute_chunks(list(missing.values()), layers, keep), strict=True
-        ):
-            held[chunk.content] = record
+                held[one] = record
+            else:
+                gone.append(one)
+        self.counters.fallbacks += len(gone) if not layers else 0
+        compute(gone)
         for _, span in wanted:
             assert span.chunk is not None
             kv, states = held[span.chunk.content]

@@ -19,7 +19,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -150,6 +150,9 @@ class DiskStore:
                 found = files.read(file, entry.key, device=self._device)
             self._count(faults=1)
             return found
+
+    def prefetch(self, keys: Iterable[Key]) -> None:
+        """Nothing to do: whoever puts memory in front of it does."""
 
     def put(self, key: Key, record: Record, *, ttl_s: float | None = None) -> bool:
         """Keep a record, evicting the least recently used; False when it does not fit or cannot be written."""

@@ -24,8 +24,11 @@ class Medium:
         self.durable = durable
 
     def reading(self, path: Path) -> BinaryIO:
-        """An open file; once open it stays readable, whoever removes it."""
-        return path.open("rb", buffering=0)
+        """An open file, on its way into memory; once open it stays readable, whoever removes it."""
+        file = path.open("rb", buffering=0)
+        if hasattr(os, "posix_fadvise"):  # the medium goes on while checksums are compared
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+        return file
 
     def writing(self, path: Path) -> BinaryIO:
         """A new file."""
@@ -50,6 +53,32 @@ class Medium:
                 os.fsync(handle)
             finally:
                 os.close(handle)
+
+
+class RatedMedium(Medium):
+    """A medium that reads so many bytes a second and no more: a slow disk or network, the same on every machine."""
+
+    def __init__(self, bytes_per_s: float, *, durable: bool = True):
+        super().__init__(durable=durable)
+        self.bytes_per_s = bytes_per_s
+
+    def reading(self, path: Path) -> BinaryIO:
+        return _Rated(path, self.bytes_per_s)
+
+
+class _Rated(io.FileIO):
+    """Waits after every piece as long as a slow medium would have taken for it."""
+
+    def __init__(self, path: Path, bytes_per_s: float):
+        super().__init__(path, "rb")
+        self._bytes_per_s = bytes_per_s
+        self._until = time.perf_counter()
+
+    def readinto(self, room: Any) -> int | None:
+        count = super().readinto(room)
+        self._until += (count or 0) / self._bytes_per_s
+        time.sleep(max(0.0, self._until - time.perf_counter()))
+        return count
 
 
 READ_FAULTS = ("read refused", "read corrupted", "read cut short", "read dropped", "read delayed")

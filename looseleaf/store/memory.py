@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from looseleaf.checks import check_number, check_whole
@@ -44,6 +44,9 @@ class MemoryStore:
             self._hits += 1
             self._held.move_to_end(key)
             return held.record
+
+    def prefetch(self, keys: Iterable[Key]) -> None:
+        """Nothing to do: everything is at hand."""
 
     def put(self, key: Key, record: Record, *, ttl_s: float | None = None) -> bool:
         """Keep a record, evicting the least recently used; False when it does not fit at all."""

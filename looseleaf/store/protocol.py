@@ -6,6 +6,7 @@ nothing of prompts or policies and may drop a record at any time: what is missin
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -47,6 +48,9 @@ class Store(Protocol):
 
     def get(self, key: Key) -> Record | None:
         """The record under this key, now the most recently used; None when absent or expired."""
+
+    def prefetch(self, keys: Iterable[Key]) -> None:
+        """These will be wanted soon: a store that is slow to answer may begin. Returns at once."""
 
     def put(self, key: Key, record: Record, *, ttl_s: float | None = None) -> bool:
         """Keep a record, evicting the least recently used; False when it does not fit at all."""

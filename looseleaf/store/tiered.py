@@ -1,16 +1,18 @@
 """Memory in front of a folder: what is used is at hand, what was computed survives.
 
 Records go into memory at once and into the folder by a thread of its own; reading takes them from memory, else from the
-folder, from where they come back into memory. What memory evicts is still in the folder. Blocks of prefixes stay in
-memory: they are many, small, and a prompt's own.
+folder, from where they come back into memory. What will be wanted soon is brought there by a second thread while others
+compute, and whoever wants it meanwhile waits for that one read. What memory evicts is still in the folder. Blocks of
+prefixes stay in memory: they are many, small, and a prompt's own.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from looseleaf.checks import check_number
@@ -18,6 +20,8 @@ from looseleaf.kv.records import Record, SequenceKV
 from looseleaf.store.disk import DiskStore
 from looseleaf.store.memory import MemoryStore
 from looseleaf.store.protocol import Key, StoreStats
+
+log = logging.getLogger(__name__)
 
 WAITING_BYTES = 2**30
 """Records that wait to be written, together; whoever stores more waits for the medium."""
@@ -44,30 +48,47 @@ class TieredStore:
         self._waiting_bytes = 0
         self._news = threading.Condition()
         self._busy: Key | None = None
+        self._wanted: deque[Key] = deque()
+        """To be brought into memory."""
+        self._coming: set[Key] = set()
+        """Those, and the one that is being read."""
         self._closed = False
         self._writer: threading.Thread | None = None
+        self._loader: threading.Thread | None = None
+        self._hits = self._misses = self._disk_hits = 0
 
     def get(self, key: Key) -> Record | None:
-        """From memory, from those on their way to the folder, or from the folder."""
-        record = self.memory.get(key)
-        if record is not None:
-            return record
+        """From memory, from those on their way to or from the folder, or from the folder."""
         with self._news:
+            while key in self._coming:
+                self._news.wait()
             waiting = self._waiting.get(key)
-        if waiting is not None:
+        record = self.memory.get(key)
+        if record is None and waiting is not None:
             left_s = waiting.left_s(self._clock())
-            if left_s == 0:
-                return None
-            self.memory.put(key, waiting.record, ttl_s=left_s)
-            return waiting.record
-        found = self.disk.fetch(key)
-        if found is None:
-            return None
-        record, left_s = found
-        if left_s is not None and left_s <= 0:
-            return None
-        self.memory.put(key, record, ttl_s=left_s)
+            record = waiting.record if left_s != 0 else None
+            if record is not None:
+                self.memory.put(key, record, ttl_s=left_s)
+        if record is None:
+            record = self._load(key)
+        with self._news:
+            self._hits += record is not None
+            self._misses += record is None
         return record
+
+    def prefetch(self, keys: Iterable[Key]) -> None:
+        """Bring records from the folder into memory, beside whatever happens meanwhile."""
+        with self._news:
+            if self._closed:
+                return
+            for key in keys:
+                if key not in self._coming and key not in self._waiting and not self.memory.contains(key):
+                    self._coming.add(key)
+                    self._wanted.append(key)
+            if self._wanted and self._loader is None:
+                self._loader = threading.Thread(target=self._fetch_wanted, name="looseleaf-load", daemon=True)
+                self._loader.start()
+            self._news.notify_all()
 
     def put(self, key: Key, record: Record, *, ttl_s: float | None = None) -> bool:
         """Into memory now, into the folder soon; False when neither takes it."""
@@ -114,13 +135,14 @@ class TieredStore:
                 self._news.wait()
 
     def stats(self) -> StoreStats:
-        """Hits of both, misses of the folder behind memory; records and bytes in memory."""
+        """What was found and what was not; records, bytes and evictions of memory; what the folder holds."""
         above, below = self.memory.stats(), self.disk.stats()
-        return replace(
-            above, hits=above.hits + below.hits, misses=below.misses, expired=above.expired + below.expired,
-            quarantined=below.quarantined, faults=below.faults, disk_records=below.records,
-            disk_bytes=below.size_bytes, disk_hits=below.hits,
-        )  # fmt: skip
+        with self._news:
+            return replace(
+                above, hits=self._hits, misses=self._misses, expired=above.expired + below.expired,
+                quarantined=below.quarantined, faults=below.faults, disk_records=below.records,
+                disk_bytes=below.size_bytes, disk_hits=self._disk_hits,
+            )  # fmt: skip
 
     def check_integrity(self) -> None:
         """Raise AssertionError when either's books do not agree."""
@@ -133,10 +155,40 @@ class TieredStore:
         with self._news:
             self._closed = True
             self._news.notify_all()
-        if self._writer is not None:
-            self._writer.join()
+        for thread in (self._writer, self._loader):
+            if thread is not None:
+                thread.join()
         self.memory.close()
         self.disk.close()
+
+    def _load(self, key: Key) -> Record | None:
+        """From the folder into memory."""
+        found = self.disk.fetch(key)
+        if found is None or (found[1] is not None and found[1] <= 0):
+            return None
+        self.memory.put(key, found[0], ttl_s=found[1])
+        with self._news:
+            self._disk_hits += 1
+        return found[0]
+
+    def _fetch_wanted(self) -> None:
+        while True:
+            with self._news:
+                while not self._wanted and not self._closed:
+                    self._news.wait()
+                if self._closed:
+                    self._coming.clear()
+                    self._news.notify_all()
+                    return
+                key = self._wanted.popleft()
+            try:
+                if self.disk.contains(key):
+                    self._load(key)
+            except Exception:  # whoever wants it reads it, or computes it
+                log.exception("a record could not be read ahead")
+            with self._news:
+                self._coming.discard(key)
+                self._news.notify_all()
 
     def _take_off(self, key: Key) -> bool:
         waiting = self._waiting.pop(key, None)
@@ -155,8 +207,11 @@ class TieredStore:
                 one = self._waiting[key]
                 self._busy = key
             left_s = one.left_s(self._clock())
-            if left_s != 0:
-                self.disk.put(key, one.record, ttl_s=left_s)
+            try:
+                if left_s != 0:
+                    self.disk.put(key, one.record, ttl_s=left_s)
+            except Exception:  # it stays in memory, and is computed again some day
+                log.exception("a record could not be stored")
             with self._news:
                 if self._waiting.get(key) is one:  # else it was replaced meanwhile, and its turn comes again
                     self._take_off(key)

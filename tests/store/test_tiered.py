@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from looseleaf.errors import ConfigError
 from looseleaf.kv.layout import KVLayout, KVRows, LayerLayout, Plane
 from looseleaf.kv.records import Features, Record, SequenceKV
 from looseleaf.store.disk import DiskStore
-from looseleaf.store.medium import Medium
+from looseleaf.store.medium import Medium, RatedMedium
 from looseleaf.store.memory import MemoryStore
 from looseleaf.store.opening import folder_of, open_store
 from looseleaf.store.protocol import Key
@@ -117,6 +118,63 @@ def test_closing_writes_what_waits(tmp_path: Path) -> None:
     assert tiered(tmp_path).disk.stats().records == 30
     assert store.get(key("k1")) is None
     assert not store.put(key("k1"), record(1, 101)), "nobody would write it"
+
+
+def test_what_is_wanted_soon_comes_ahead_and_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = tiered(tmp_path)
+    for at in range(4):
+        store.put(key(f"k{at}"), record(at))
+    store.flush()
+    store.memory.close()
+    go, fetched, fetch = threading.Event(), [], store.disk.fetch
+
+    def slow(wanted: Key) -> object:
+        go.wait()
+        fetched.append(wanted.identity)
+        return fetch(wanted)
+
+    monkeypatch.setattr(store.disk, "fetch", slow)
+    store.prefetch([key("k0"), key("k1"), key("none"), key("k0")])
+    store.prefetch([key("k1")])
+    threading.Timer(0.05, go.set).start()
+    assert number(store.get(key("k1"))) == 1, "it waits for the read that is under way"
+    assert number(store.get(key("k0"))) == 0
+    assert fetched == ["k0", "k1"]
+    assert store.get(key("none")) is None
+    assert (store.stats().hits, store.stats().disk_hits, store.stats().misses) == (2, 2, 1)
+
+
+def test_closing_does_not_wait_for_what_is_wanted(tmp_path: Path) -> None:
+    filled = tiered(tmp_path)
+    for at in range(5):
+        filled.put(key(f"k{at}"), record(at))
+    filled.close()
+    below = DiskStore(tmp_path, 1000, clock=Clock(), medium=RatedMedium(100))  # a tenth of a second each
+    store = TieredStore(MemoryStore(100), below)
+    store.prefetch(key(f"k{at}") for at in range(5))
+    started = time.perf_counter()
+    store.close()
+    assert time.perf_counter() - started < 0.4
+    store.prefetch([key("k0")])
+
+
+def test_a_medium_that_breaks_in_unknown_ways_does_not_end_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = tiered(tmp_path)
+
+    def broken(*_: object, **__: object) -> bool:
+        raise RuntimeError("who knows")
+
+    monkeypatch.setattr(store.disk, "put", broken)
+    assert store.put(key("a"), record(1))
+    store.flush()
+    assert number(store.get(key("a"))) == 1
+    monkeypatch.undo()
+    assert store.put(key("b"), record(2))
+    store.flush()
+    assert number(store.disk.get(key("b"))) == 2
+    assert "could not be stored" in caplog.text
 
 
 def test_blocks_of_a_prefix_stay_in_memory(tmp_path: Path) -> None:
