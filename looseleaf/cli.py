@@ -224,6 +224,9 @@ def _ask(options: argparse.Namespace) -> None:
         else:
             print()
             print(answer.usage, file=sys.stderr)
+        if options.store != MEMORY:
+            doing("making patches for the next time")
+            ll.settle()
 
 
 def _plain(value: Any) -> Any:

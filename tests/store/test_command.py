@@ -85,3 +85,16 @@ def test_ask_keeps_what_it_computed(tmp_path: Path, capsys: pytest.CaptureFixtur
     again = json.loads(capsys.readouterr().out)
     assert again["text"] == first["text"]
     assert again["usage"]["relocated_tokens"] > first["usage"]["relocated_tokens"] == 0
+
+
+def test_ask_leaves_patches_for_the_next_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).write_text(f"Page {name} says that {name} is a number, and more than that.")
+    ask = ["ask", "Look: {1} and {2} Who?", "--document", str(tmp_path / "one"), "--document", str(tmp_path / "two"),
+           "--model", "tiny:qwen2_5_vl", "--policy", "patched:0.5", "--json", "--max-tokens", "2",
+           "--store", str(tmp_path / "kept")]  # fmt: skip
+    usage = []
+    for _ in range(2):
+        assert main(ask) == 0
+        usage.append(json.loads(capsys.readouterr().out)["usage"])
+    assert [one["patched_tokens"] > 0 for one in usage] == [False, True]
