@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -48,6 +47,8 @@ def add_store(commands: Any) -> None:
 
 
 def _folder(options: argparse.Namespace, budget_bytes: int = MOST) -> DiskStore:
+    if options.folder.startswith("memory:"):
+        raise ConfigError("a store in memory has no folder to look at")
     folder = folder_of(options.folder)
     if not (folder / "records").is_dir():
         raise ConfigError(f"{options.folder!r} is no store: it has no folder named records")
@@ -73,28 +74,34 @@ def _store_ls(options: argparse.Namespace) -> None:
 
 
 def _store_show(options: argparse.Namespace) -> None:
-    found = [one for one in _folder(options).entries() if one.key.identity.startswith(options.identity)]
+    store = _folder(options)
+    found = [one for one in store.entries() if one.key.identity.startswith(options.identity)]
     if not found:
         raise ConfigError(f"nothing in {options.folder!r} has an identity that begins with {options.identity!r}")
     for entry in found:
-        with entry.path.open("rb") as file:
-            try:
+        path = store.path(entry.key)
+        try:
+            with path.open("rb") as file:
                 manifest = read_manifest(file)
-            except DamagedError as error:
-                raise LooseleafError(f"{entry.path} is damaged ({error}); `looseleaf store verify` mends it") from error
+        except (DamagedError, OSError) as error:
+            raise LooseleafError(
+                f"{path} cannot be read ({error}); `looseleaf store verify` mends the store"
+            ) from error
         said = {
             "identity": manifest.key.identity, "part": manifest.key.part, "kind": manifest.kind, **manifest.facts,
-            "stored": _when(manifest.created_s), "until": _when(manifest.expires_s), "file": str(entry.path),
+            "stored": _when(manifest.created_s), "until": _when(manifest.expires_s), "file": str(path),
             "tensors": {name: [str(dtype), *shape] for name, (dtype, shape, *_) in manifest.tensors.items()},
         }  # fmt: skip
         print(json.dumps(said) if options.json else json.dumps(said, indent=2))
 
 
 def _store_verify(options: argparse.Namespace) -> int:
+    store = _folder(options)
     with Doing(Console(stderr=True)) as doing:
-        found = _folder(options).verify(doing)
+        found = store.verify(doing)
     said = {
         "good": found.good, "damaged": {str(path): why for path, why in found.damaged.items()},
+        "unreadable": {str(path): why for path, why in found.unreadable.items()},
         "missing": [f"{key.part} of {key.identity}" for key in found.missing], "adopted": len(found.adopted),
         "unfinished": found.unfinished,
     }  # fmt: skip
@@ -102,12 +109,14 @@ def _store_verify(options: argparse.Namespace) -> int:
         print(json.dumps(said))
     else:
         for path, why in found.damaged.items():
-            print(f"damaged: {path}: {why}; it now lies in {Path(options.folder) / 'damaged'}")
+            print(f"damaged: {path}: {why}; it now lies in {store.folder / 'damaged'}")
+        for path, why in found.unreadable.items():
+            print(f"unreadable: {path}: {why}; left as it is")
         for missing in found.missing:
             print(f"missing: {missing.part} of {missing.identity}; taken out of the index")
         print(f"{found.good} good, {len(found.damaged)} damaged, {len(found.missing)} missing, {len(found.adopted)} "
               f"entered in the index again, {found.unfinished} unfinished removed")  # fmt: skip
-    return 1 if found.damaged or found.missing else 0
+    return 1 if found.damaged or found.unreadable or found.missing else 0
 
 
 def _store_gc(options: argparse.Namespace) -> None:
@@ -120,4 +129,9 @@ def _store_gc(options: argparse.Namespace) -> None:
 
 def _when(seconds: float | None) -> str:
     """A time as people write it; nothing for none."""
-    return "" if seconds is None else datetime.fromtimestamp(seconds).isoformat(" ", "seconds")
+    if seconds is None:
+        return ""
+    try:
+        return datetime.fromtimestamp(seconds).isoformat(" ", "seconds")
+    except (ValueError, OverflowError, OSError):  # after the year 9999
+        return f"{seconds:.0f} s after 1970"

@@ -11,7 +11,7 @@ from looseleaf.errors import ConfigError
 from looseleaf.link.policies import Policy, PrefixCache
 from looseleaf.prompt.build import CANONICALS
 from looseleaf.prompt.media import MediaLimits
-from looseleaf.store.opening import MEMORY
+from looseleaf.store.opening import MEMORY, folder_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +40,8 @@ class Config:
         check_whole("disk_bytes", self.disk_bytes, low=0)
         if not isinstance(self.store, str):
             raise ConfigError(f"store is {MEMORY!r} or the path of a folder, got {self.store!r}")
+        if self.store != MEMORY:
+            folder_of(self.store)
         check_number("audit", self.audit, low=0, high=1)
         if not isinstance(self.calibration, Path | None):
             raise ConfigError(f"calibration is a Path, got {self.calibration!r}")

@@ -36,7 +36,7 @@ from looseleaf.model.loading import load_adapter
 from looseleaf.prompt.build import PromptBuilder
 from looseleaf.prompt.chunks import Prompt
 from looseleaf.prompt.segments import PromptLike, Segment
-from looseleaf.store.opening import open_store
+from looseleaf.store.opening import MEMORY, open_store
 from looseleaf.store.protocol import StoreStats
 
 log = logging.getLogger(__name__)
@@ -184,6 +184,8 @@ class Looseleaf:
         self._warned = False
         if adapter.sees_images and not adapter.family.known:
             self.reference.check_images()
+        if self.config.store != MEMORY:
+            atexit.register(self.close)  # what waits to be written is
         self._driver: threading.Thread | None = None
         self._work = threading.Condition()
         self._closed = False
@@ -260,7 +262,8 @@ class Looseleaf:
                 self.engine.step()
             with self.engine.lock:  # another thread may be at work on the last of it
                 if self.engine.idle:
-                    return
+                    break
+        self.store.flush()
 
     def audited(self) -> AuditCounters:
         """What re-prefill would have said of the answers sampled so far; see `Config.audit`."""

@@ -132,7 +132,7 @@ class Trial:
 
     def path(self, name: str) -> Path:
         """Where its file is."""
-        return self.store._path(key_of(name))
+        return self.store.path(key_of(name))
 
     def check(self, name: str, *, may_miss: bool = False) -> dict[str, int]:
         """Read one, and store it again where it is gone."""
@@ -284,29 +284,33 @@ def _clock(trial: Trial) -> dict[str, int]:
 
 
 def _other_process(trial: Trial) -> dict[str, int]:
-    """Another one writes new records, replaces old ones by the same, and evicts its own."""
-    trial.store._note_use()
+    """Another one stores, replaces what is there by something newer, and deletes its own, while this one reads."""
+    replaced = [trial.pick() for _ in range(4)]
+    newer = {name: trial._last + number for number, name in enumerate(replaced, 1)}
     child = os.fork()
     if child == 0:
+        fine = False
         try:
             store = DiskStore(trial.folder, 2**40, clock=lambda: trial.now, medium=FaultyMedium())
-            for at in range(4):
-                store.put(key_of(f"other{at}"), record_of(f"other{at}", at))
-            for name in list(trial.numbers)[:4]:
-                store.put(key_of(name), record_of(name, trial.numbers[name]))
-            for at in range(4):
-                store.delete(key_of(f"other{at}"))
+            fine = all(store.put(key_of(f"other{at}"), record_of(f"other{at}", at)) for at in range(4))
+            fine &= all(store.put(key_of(name), record_of(name, number)) for name, number in newer.items())
+            fine &= all(store.delete(key_of(f"other{at}")) for at in range(4))
             store.close()
         finally:
-            os._exit(0)
-    total = trial.look()
-    os.waitpid(child, 0)
-    return total
+            os._exit(0 if fine else 1)
+    wrong = 0
+    for name in [*replaced, *(trial.pick() for _ in range(4))]:
+        found = trial.store.get(key_of(name))
+        wrong += found is None or number_of(name, found) not in (trial.numbers[name], newer.get(name))
+    failed = os.waitpid(child, 0)[1] != 0
+    trial._last += len(replaced)
+    trial.numbers |= newer
+    total = trial.look(replaced[0])
+    return total | {"wrong": total["wrong"] + wrong, "lost": total["lost"] + failed}
 
 
 def _killed(trial: Trial) -> dict[str, int]:
     """A child that writes one record after the other, said through a pipe, until it is killed."""
-    trial.store._note_use()
     reads, writes = os.pipe()
     child = os.fork()
     if child == 0:
@@ -322,9 +326,10 @@ def _killed(trial: Trial) -> dict[str, int]:
     os.close(writes)
     with os.fdopen(reads) as said:
         said.readline()
+        first = said.readline()  # so that it is killed with something said
         time.sleep(trial.chance.uniform(0.0, 0.01))
         os.kill(child, signal.SIGKILL)
-        lines = said.read().splitlines()
+        lines = [first, *said.read().splitlines()]
     os.waitpid(child, 0)
     trial.numbers |= {name: int(last) for name, last in (line.split() for line in lines)}
     trial.reopen()
@@ -366,7 +371,11 @@ KINDS: dict[str, Callable[[Trial], dict[str, int]]] = {
 def damage_under_a_model(folder: Path, count: int, chance: Random) -> dict[str, Any]:
     """Every file of a system's folder damaged in some way, again and again: it must answer as before."""
     row: dict[str, Any] = {"fault": "files under a model", "injected": 0, "wrong": 0, "lost": 0, "misses": 0}
-    prompt: list[Segment] = ["See", Image(PILImages.effect_noise((84, 84), 90).convert("RGB")), "and what is here?"]
+    prompt: list[Segment] = [
+        "See",
+        Image(PILImages.frombytes("RGB", (84, 84), chance.randbytes(84 * 84 * 3))),
+        "and what is here?",
+    ]
     quarantined = 0
     expected: tuple[int, ...] | None = None
     for turn in range(count + 1):

@@ -83,7 +83,7 @@ def time_reads(folder: Path, rounds: int) -> dict[tuple[str, str], dict[str, Any
     keys = [Key(f"record {number}", "kv") for number in range(FILES)]
     for key in keys:
         assert store.put(key, ChunkKV(rows=rows))
-    paths = [entry.path for entry in store.entries()]
+    paths = [store.path(key) for key in keys]
     size = sum(path.stat().st_size for path in paths)
 
     def checked() -> None:
@@ -148,7 +148,7 @@ def time_requests(adapter: Adapter, folder: Path, rounds: int, seed: int) -> tup
 
         alone = statistics.median(ask(drawn()) for _ in range(3))
         rate = sum(entry.size_bytes for entry in records) / alone
-        store.disk._medium = RatedMedium(rate)
+        store.disk.medium = RatedMedium(rate)
         taken: dict[str, list[float]] = {}
         for _ in range(rounds):
             for name, images in (

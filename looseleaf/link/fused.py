@@ -80,6 +80,8 @@ def _lines(table: KVRows, bound: Sequence[Bound], which: int) -> NDArray[np.int6
         about = np.array([one.rows.tokens, one.slots.start, at, source.stride(0), *_about(kept)], dtype=np.int64)
         lines += [about, one.rows.addresses[which], bare if one.patch is None else one.patch.addresses[which].ravel()]
         at += one.rows.tokens
+    if sum(line.size for line in lines) % 2:  # what follows begins at 16 bytes: a kernel is compiled by that
+        lines.append(np.zeros(1, dtype=np.int64))
     return np.concatenate(lines)
 
 

@@ -9,12 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import transformers
+
 from looseleaf.identity import digest
 from looseleaf.kv.layout import KVLayout
 from looseleaf.link.policies import PatchForm
 from looseleaf.prompt.chunks import Canonical, Chunk, Prompt
 from looseleaf.store.protocol import Key
 
+RECORDS = 1
+"""To be raised when the same inputs give other rows or patches than before."""
 BLOCK = 32
 """Tokens in one block of a stored prefix."""
 
@@ -53,7 +57,9 @@ class Keys:
     """Composes the keys of one model's records."""
 
     def __init__(self, fingerprint: str, layout: KVLayout, canonical: Canonical):
-        self._model = digest("keys", model=fingerprint, layout=layout.describe())
+        # stored records outlive the code that made them
+        made_by = {"transformers": transformers.__version__, "records": RECORDS}
+        self._model = digest("keys", model=fingerprint, layout=layout.describe(), made_by=made_by)
         self._canonical = canonical.identity
 
     def features(self, chunk: Chunk) -> Key:

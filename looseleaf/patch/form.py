@@ -22,9 +22,9 @@ FIRST = 1
 """Layers that have a deficit start here."""
 WORTH = 4
 """It is used where a matrix is this many times as wide as the directions looked for."""
-HOST = 512
-"""Matrices on a GPU whose smaller side is at most this are decomposed on the host: a GPU's solvers take small ones one
-after the other, each with a wait."""
+HOST, HOST_BYTES = 512, 2**26
+"""Matrices on a GPU whose smaller side is at most this, and that have no more bytes together, are decomposed on the
+host: a GPU's solvers take small ones one after the other, each with a wait."""
 
 
 def rank_within(share: float, tokens: int, width: int) -> int:
@@ -55,7 +55,7 @@ def factor_all(matrices: Sequence[Tensor], ranks: Sequence[int]) -> list[Factors
             raise ValueError("a matrix that is not finite has no factors")
         stack /= size  # a deficit of mere rounding, squared, would leave what single precision can tell apart
         smaller = min(tokens, width)
-        work = stack.cpu() if smaller <= HOST else stack
+        work = stack.cpu() if smaller <= HOST and stack.nbytes <= HOST_BYTES else stack
         left, right = _few(work, rank) if WORTH * (rank + SPARE) <= smaller else _largest(work, rank)
         left, right = left.to(stack.device) * size, right.to(stack.device)
         found |= {at: Factors(left=left[number], right=right[number]) for number, at in enumerate(places)}

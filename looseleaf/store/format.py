@@ -8,7 +8,9 @@ compared. What this file does not know: where files lie, and when they go.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
+import math
 import mmap
 import re
 from collections.abc import Iterator, Mapping
@@ -21,7 +23,7 @@ import xxhash
 from torch import Tensor
 
 from looseleaf.kv.layout import KVLayout, KVRows
-from looseleaf.kv.records import ChunkKV, Factors, Features, Patch, Pointer, Record, SequenceKV, States
+from looseleaf.kv.records import ChunkKV, Factors, Features, Frame, Patch, Pointer, Record, SequenceKV, States
 from looseleaf.store.protocol import Key
 
 VERSION = "1"
@@ -36,7 +38,10 @@ KINDS: Mapping[type[Any], str] = {
     ChunkKV: "chunk-kv", SequenceKV: "sequence-kv", Features: "features", States: "states", Patch: "patch",
     Pointer: "pointer",
 }  # fmt: skip
-LARGE_PAGE = 2**21
+FRAMES = {"chunk-kv": Frame.UNROTATED, "sequence-kv": Frame.PLACED, "patch": Frame.UNROTATED}
+MOST_LAYERS = 10_000
+LARGE_PAGE, LARGE_ROOM = 2**21, 2**24
+"""Bytes of a large page, and of a room from which on it is made of them: less than an eighth is wasted."""
 UNSIGNED = "0" * 32
 """What stands for the header's checksum while it is taken."""
 
@@ -56,6 +61,8 @@ class Manifest:
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...], int, int]]
     """dtype, shape, first and last byte behind the header; in the order they lie."""
     data_bytes: int
+    size_bytes: int
+    """What it counts for."""
     created_s: float
     expires_s: float | None
 
@@ -89,7 +96,8 @@ def write(file: BinaryIO, key: Key, record: Record, *, created_s: float, expires
         at = stop
     manifest = {
         "looseleaf": VERSION, "identity": key.identity, "part": key.part, "kind": kind_of(record),
-        "facts": json.dumps(facts), "checksums": json.dumps(checksums), "created_s": repr(created_s),
+        "facts": json.dumps(facts), "checksums": json.dumps(checksums), "size_bytes": str(size_of(record)),
+        "created_s": repr(created_s),
         "expires_s": "" if expires_s is None else repr(expires_s), "header": UNSIGNED,
     }  # fmt: skip
     header = json.dumps({"__metadata__": manifest, **described}, separators=(",", ":")).encode()
@@ -106,20 +114,31 @@ def write(file: BinaryIO, key: Key, record: Record, *, created_s: float, expires
 
 def read_manifest(file: BinaryIO) -> Manifest:
     """The header, checked; the file then stands behind it."""
-    length = int.from_bytes(file.read(8), "little")
+    first = bytearray(8)
+    if not _read_into(file, memoryview(first)):
+        raise DamagedError("there is no header")
+    length = int.from_bytes(first, "little")
     if not 2 <= length <= MOST_HEADER:
         raise DamagedError(f"a header of {length} bytes")
-    header = file.read(length)
-    if len(header) != length:
+    room = bytearray(length)
+    if not _read_into(file, memoryview(room)):
         raise DamagedError("the header ends early")
+    header = bytes(room)
     signed = re.search(rb'"header":"([0-9a-f]{32})"', header)
     plain = b"" if signed is None else header.replace(signed[0], f'"header":"{UNSIGNED}"'.encode(), 1)
     if signed is None or not _fits(plain, signed[1].decode()):
         raise DamagedError("the header's checksum differs")
     try:
-        return _parse(json.loads(header))
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+        manifest = _parse(json.loads(header))
+    except Exception as error:  # whatever a forger thinks of
         raise DamagedError(f"the header cannot be understood: {error!r}") from error
+    behind = file.seek(0, io.SEEK_END) - 8 - length
+    if behind != manifest.data_bytes:
+        raise DamagedError(
+            "the last block ends early" if behind < manifest.data_bytes else "something follows the last"
+        )
+    file.seek(8 + length)
+    return manifest
 
 
 def read(file: BinaryIO, key: Key, *, device: torch.device | str = "cpu") -> tuple[Record, Manifest]:
@@ -130,12 +149,10 @@ def read(file: BinaryIO, key: Key, *, device: torch.device | str = "cpu") -> tup
     data = _room(manifest.data_bytes, pinned=torch.device(device).type == "cuda")
     room = data.numpy().data
     for block, start, stop in manifest.blocks():
-        if file.readinto(room[start:stop]) != stop - start:  # type: ignore[attr-defined]
+        if not _read_into(file, room[start:stop]):
             raise DamagedError(f"block {block} ends early")
         if not _fits(room[start:stop], manifest.checksums.get(block)):
             raise DamagedError(f"the checksum of block {block} differs")
-    if file.read(1):
-        raise DamagedError("something follows the last block")
     whole = data.to(device)
     tensors = {
         name: whole[start:stop].view(dtype).view(shape)
@@ -147,9 +164,20 @@ def read(file: BinaryIO, key: Key, *, device: torch.device | str = "cpu") -> tup
         raise DamagedError(f"it is no {manifest.kind}: {error!r}") from error
 
 
+def _read_into(file: BinaryIO, room: memoryview) -> bool:
+    """Fill a room; False where the file ends before. One read of a system takes 2 GiB at most, or fewer."""
+    at = 0
+    while at < len(room):
+        got = file.readinto(room[at:])  # type: ignore[attr-defined]
+        if not got:
+            return False
+        at += got
+    return True
+
+
 def _room(size_bytes: int, *, pinned: bool) -> Tensor:
     """Memory to read into. A large room asks for large pages: touching fresh small ones is most of a read's time."""
-    if pinned or size_bytes < LARGE_PAGE:
+    if pinned or size_bytes < LARGE_ROOM:
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=pinned)
     held = mmap.mmap(-1, -(-size_bytes // LARGE_PAGE) * LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(AttributeError, OSError):  # where there are none
@@ -173,18 +201,24 @@ def _parse(header: dict[str, Any]) -> Manifest:
     at = 0
     for name, about in header.items():
         dtype, shape, (start, stop) = BY_NAME[about["dtype"]], tuple(about["shape"]), about["data_offsets"]
-        count = 1
-        for side in shape:
-            count *= side
-        if start != at or stop - start != count * dtype.itemsize or start % dtype.itemsize:
+        if not all(type(one) is int and 0 <= one < 2**48 for one in (*shape, start, stop)):
+            raise ValueError(f"{name} has a shape or place that is none")
+        if start != at or stop - start != math.prod(shape) * dtype.itemsize or start % dtype.itemsize:
             raise ValueError(f"{name} does not lie where it should")
         tensors[name] = (dtype, shape, start, stop)
         at = stop
     return Manifest(
         key=Key(said["identity"], said["part"]), kind=said["kind"], facts=json.loads(said["facts"]),
-        checksums=json.loads(said["checksums"]), tensors=tensors, data_bytes=at, created_s=float(said["created_s"]),
+        checksums=dict(json.loads(said["checksums"])), tensors=tensors, data_bytes=at,
+        size_bytes=max(at, int(said["size_bytes"])), created_s=float(said["created_s"]),
         expires_s=float(said["expires_s"]) if said["expires_s"] else None,
     )  # fmt: skip
+
+
+def size_of(record: Record) -> int:
+    """What a record's file counts for: its tensors, those shared with others too."""
+    _, tensors = _take_apart(record)
+    return sum(one.nbytes for one in tensors.values()) or record.nbytes
 
 
 def kind_of(record: Record) -> str:
@@ -225,6 +259,9 @@ def _take_apart(record: Record) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def _put_together(manifest: Manifest, tensors: Mapping[str, Tensor]) -> Record:
     facts = manifest.facts
+    frame = FRAMES.get(manifest.kind)
+    if frame is not None and facts["frame"] != frame:
+        raise ValueError(f"its frame is {facts['frame']!r}")
     match manifest.kind:
         case "chunk-kv" | "sequence-kv":
             layout = KVLayout.parse(facts["layout"])
@@ -235,6 +272,8 @@ def _put_together(manifest: Manifest, tensors: Mapping[str, Tensor]) -> Record:
                 for plane, tensor in ((layer.keys, key), (layer.values, value)):
                     if tensor.shape != (plane.heads, keys[0].shape[1], plane.dim) or tensor.dtype != layout.dtype:
                         raise ValueError("a plane is not as the layout says")
+            if len(tensors) != 2 * len(layout.layers):
+                raise ValueError("there are more planes than layers")
             rows = KVRows.of_views(layout, keys, values)
             return ChunkKV(rows=rows) if manifest.kind == "chunk-kv" else SequenceKV(rows=rows)
         case "features":
@@ -246,10 +285,18 @@ def _put_together(manifest: Manifest, tensors: Mapping[str, Tensor]) -> Record:
 
             def factors(layer: int, name: str) -> Factors | None:
                 left, right = (tensors.get(f"{layer:03d}.{name}.{side}") for side in ("left", "right"))
-                return None if left is None or right is None else Factors(left=left, right=right)
+                if left is None and right is None:
+                    return None
+                if left is None or right is None or left.dim() != 2 or right.shape[1:] != left.shape[1:]:
+                    raise ValueError(f"layer {layer} has half a patch")
+                return Factors(left=left, right=right)
 
+            if not 0 <= facts["layers"] <= MOST_LAYERS:
+                raise ValueError(f"{facts['layers']} layers")
             each = ([factors(layer, name) for layer in range(facts["layers"])] for name in ("keys", "values"))
             keys_of, values_of = (tuple(one) for one in each)
+            if len(tensors) != 2 * sum(one is not None for one in (*keys_of, *values_of)):
+                raise ValueError("something belongs to no layer")
             return Patch(keys=keys_of, values=values_of)
         case "pointer":
             return Pointer(identity=facts["to"])

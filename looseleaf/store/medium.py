@@ -1,6 +1,6 @@
-"""Files as a disk store touches them: the one seam through which everything it reads and writes goes.
+"""Files as a disk store reads and writes them, with a seam for media that are slow or fail.
 
-`FaultyMedium` is the same with faults: what benches and tests put in its place. What this file does not know: records.
+`RatedMedium` and `FaultyMedium` stand in for those, in benches and tests. What this file does not know: records.
 """
 
 from __future__ import annotations

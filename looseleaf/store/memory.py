@@ -80,6 +80,9 @@ class MemoryStore:
         with self._lock:
             return self._live(key) is not None and self._drop(key)
 
+    def flush(self) -> None:
+        """Nothing to do: it does not outlive the process."""
+
     def stats(self) -> StoreStats:
         """Counters and sizes."""
         with self._lock:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 import torch
 
@@ -25,12 +26,15 @@ def open_store(address: str, *, memory_bytes: int, disk_bytes: int, device: torc
 
 
 def folder_of(address: str) -> Path:
-    """The folder an address names."""
-    if address.startswith("file://"):
-        parts = urlsplit(address)
-        if parts.netloc not in ("", "localhost") or not parts.path:
+    """The folder an address names; ConfigError where it names none."""
+    local = address.removeprefix("file://localhost") if address.startswith("file://localhost/") else address
+    if local.startswith("file://"):
+        local = unquote(local.removeprefix("file://"))
+        if not local.startswith("/"):
             raise ConfigError(f"store {address!r} names another machine: use file:///path/to/folder, or the path alone")
-        return Path(unquote(parts.path))
-    if "://" in address or not address:
+    if not local or "\0" in local or re.match(r"[a-z0-9+.-]+://|memory:", local):
         raise ConfigError(f"unknown store {address!r}: use {MEMORY} or the path of a folder")
-    return Path(address).expanduser()
+    try:
+        return Path(local).expanduser()
+    except RuntimeError as error:  # ~nobody
+        raise ConfigError(f"store {address!r} names no folder: {error}") from error

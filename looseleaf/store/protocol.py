@@ -61,6 +61,9 @@ class Store(Protocol):
     def delete(self, key: Key) -> bool:
         """Forget a record; whether there was one."""
 
+    def flush(self) -> None:
+        """Wait until everything stored so far is where it stays."""
+
     def stats(self) -> StoreStats:
         """Counters and sizes."""
 

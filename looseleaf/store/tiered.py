@@ -56,21 +56,24 @@ class TieredStore:
         self._writer: threading.Thread | None = None
         self._loader: threading.Thread | None = None
         self._hits = self._misses = self._disk_hits = 0
+        self._changes = 0
+        """Times something was put or deleted."""
 
     def get(self, key: Key) -> Record | None:
         """From memory, from those on their way to or from the folder, or from the folder."""
         with self._news:
             while key in self._coming:
                 self._news.wait()
-            waiting = self._waiting.get(key)
+            waiting, changes = self._waiting.get(key), self._changes
         record = self.memory.get(key)
-        if record is None and waiting is not None:
+        if record is not None:
+            self.disk.touch(key)
+        elif waiting is not None:
             left_s = waiting.left_s(self._clock())
             record = waiting.record if left_s != 0 else None
-            if record is not None:
-                self.memory.put(key, record, ttl_s=left_s)
-        if record is None:
-            record = self._load(key)
+            self._keep(key, record, left_s, changes)
+        else:
+            record = self._load(key, changes)
         with self._news:
             self._hits += record is not None
             self._misses += record is None
@@ -94,8 +97,15 @@ class TieredStore:
         """Into memory now, into the folder soon; False when neither takes it."""
         if ttl_s is not None:
             check_number("ttl_s", ttl_s, low=0)
+        with self._news:
+            self._changes += 1
         kept = self.memory.put(key, record, ttl_s=ttl_s)
-        if isinstance(record, SequenceKV) or record.nbytes > self.disk.budget_bytes:
+        if not kept:
+            self.memory.delete(key)  # an older one must not be taken for it
+        if isinstance(record, SequenceKV):
+            return kept
+        if record.nbytes > self.disk.budget_bytes:
+            self._drop_below(key)
             return kept
         with self._news:
             while self._waiting and self._waiting_bytes + record.nbytes > WAITING_BYTES and not self._closed:
@@ -115,18 +125,16 @@ class TieredStore:
         """Whether `get` would answer, without counting or touching anything."""
         with self._news:
             waiting = self._waiting.get(key)
-        if waiting is not None and waiting.left_s(self._clock()) != 0:
-            return True
+        if waiting is not None:
+            return waiting.left_s(self._clock()) != 0
         return self.memory.contains(key) or self.disk.contains(key)
 
     def delete(self, key: Key) -> bool:
         """Forget a record everywhere; whether there was one."""
         with self._news:
-            waiting = self._take_off(key)
-            while self._busy == key:  # on its way into the folder: wait, then take it out again
-                self._news.wait()
-        found = [self.memory.delete(key), self.disk.delete(key)]
-        return waiting or any(found)
+            self._changes += 1
+        below = self._drop_below(key)
+        return self.memory.delete(key) or below
 
     def flush(self) -> None:
         """Wait until everything stored so far is in the folder."""
@@ -161,15 +169,21 @@ class TieredStore:
         self.memory.close()
         self.disk.close()
 
-    def _load(self, key: Key) -> Record | None:
+    def _load(self, key: Key, changes: int) -> Record | None:
         """From the folder into memory."""
         found = self.disk.fetch(key)
         if found is None or (found[1] is not None and found[1] <= 0):
             return None
-        self.memory.put(key, found[0], ttl_s=found[1])
+        self._keep(key, *found, changes)
         with self._news:
             self._disk_hits += 1
         return found[0]
+
+    def _keep(self, key: Key, record: Record | None, left_s: float | None, changes: int) -> None:
+        """Into memory, unless anything was put or deleted since: it might be older than what is there."""
+        with self._news:
+            if record is not None and changes == self._changes:
+                self.memory.put(key, record, ttl_s=left_s)
 
     def _fetch_wanted(self) -> None:
         while True:
@@ -180,15 +194,23 @@ class TieredStore:
                     self._coming.clear()
                     self._news.notify_all()
                     return
-                key = self._wanted.popleft()
+                key, changes = self._wanted.popleft(), self._changes
             try:
                 if self.disk.contains(key):
-                    self._load(key)
+                    self._load(key, changes)
             except Exception:  # whoever wants it reads it, or computes it
                 log.exception("a record could not be read ahead")
             with self._news:
                 self._coming.discard(key)
                 self._news.notify_all()
+
+    def _drop_below(self, key: Key) -> bool:
+        """Out of the folder, and off the way to it; whether it was there."""
+        with self._news:
+            waiting = self._take_off(key)
+            while self._busy == key or key in self._coming:  # it would come back: wait, then take it out again
+                self._news.wait()
+        return self.disk.delete(key) or waiting
 
     def _take_off(self, key: Key) -> bool:
         waiting = self._waiting.pop(key, None)
@@ -208,8 +230,8 @@ class TieredStore:
                 self._busy = key
             left_s = one.left_s(self._clock())
             try:
-                if left_s != 0:
-                    self.disk.put(key, one.record, ttl_s=left_s)
+                if left_s == 0 or not self.disk.put(key, one.record, ttl_s=left_s):
+                    self.disk.delete(key)  # an older one must not be taken for it
             except Exception:  # it stays in memory, and is computed again some day
                 log.exception("a record could not be stored")
             with self._news:

@@ -176,7 +176,8 @@ def pick_size(kind: str, level: Level, bounds: Bounds, chance: Random) -> Size:
         return side, side
     if kind == "line":
         return bounds.note
-    sizes = sorted(bounds.sizes, key=lambda size: size[0] * size[1])[: level.sizes]
+    every = bounds.sizes if level.sizes is None else bounds.first_sizes or bounds.sizes
+    sizes = sorted(every, key=lambda size: size[0] * size[1])[: level.sizes]
     return bounds.sizes[0] if bounds.sizes[0] in sizes and chance.random() < 0.5 else chance.choice(sizes)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import cross_entropy
 
-from looseleaf.training.attention import in_blocks
+from looseleaf.training.attention import BLOCK, in_blocks
 from looseleaf.training.batches import KINDS, Batch, Diet, load_batches
 from looseleaf.training.corpus import corpus
 from looseleaf.training.course import BATCHES, Course
@@ -57,16 +57,20 @@ class Pass:
 
     def __init__(self, trainee: Trainee, device: str) -> None:
         self.trainee, self.device = trainee, device
+        self.compiled = False
+        """Whether attention is compiled for a GPU."""
         self.painter = Painter(device)
 
     def mask(self, batch: Batch) -> Tensor | BlockMask:
-        """Who sees whom [batch, 1, token, token]: what stands before it in a segment it sees. In blocks on a GPU."""
+        """Who sees whom [batch, 1, token, token]: what is before it in a segment it sees. Compiled layers: blocks."""
         rows, length = batch.ids.shape
         place = torch.arange(length, device=self.device)
         number = torch.arange(rows, device=self.device)[:, None, None]
         seen = batch.sees[number, batch.segments[:, :, None], batch.segments[:, None, :]]
         mask = (seen & (place[:, None] >= place))[:, None]
-        return in_blocks(mask) if mask.is_cuda else mask
+        # what is not compiled does not skip blocks, it only takes more memory for them
+        whole = not self.compiled or length % BLOCK
+        return mask if whole else in_blocks(mask)
 
     def __call__(self, batch: Batch, *, noise: float = 0.0) -> tuple[Tensor, Tensor]:
         """Logits [target, vocabulary] where the batch has targets, and the targets [target]."""
@@ -103,6 +107,7 @@ def train(
     if compiled:
         compile_blocks(trainee)
     forward = Pass(trainee, device)
+    forward.compiled = compiled and device == "cuda"
     trainee.model.train()
     optimiser = Optimiser(trainee.model.named_parameters())
     log: list[dict[str, Any]] = []
@@ -140,6 +145,7 @@ def train(
     del batches
     gc.collect()  # its workers end here, not in processes forked later
     trainee.model.eval()
+    forward.compiled = False  # evaluation takes layers as they are
     trainee.save(out)
     gpu = torch.cuda.get_device_name() if device == "cuda" else device
     record = {

@@ -20,8 +20,9 @@ class Bounds:
     """None where the model was not trained on streams."""
     note: Size = (56, 112)
     """Of a note of a line or two."""
+    first_sizes: tuple[Size, ...] = ()
     first_side: int | None = None
-    """Of frames in training as long as prompts are not whole yet, where that differs."""
+    """Of pictures and frames in training as long as prompts are not whole yet, where those differ."""
 
     def counts_of(self, task: str) -> tuple[int, ...]:
         """How many pictures albums of a task have; none where the model was not trained on it."""
@@ -40,7 +41,8 @@ TRAINED: dict[str, Bounds] = {
     ),
     "kimi_k25": Bounds(sizes=_SIZES, counts=(1, 2, 3, 4, 6, 7), frame_side=112, clip_frames=(2, 3, 4, 6, 8)),
     "deepseek_vl": Bounds(
-        sizes=_SIZES[:5], counts=(1, 2, 4), frame_side=224, clip_frames=(2, 4), first_side=112
+        sizes=((224, 224),), counts=(1, 2, 4), frame_side=224, clip_frames=(2, 4), first_sizes=_SIZES[1:5],
+        first_side=112,
     ),
 }  # fmt: skip
 """What training draws."""

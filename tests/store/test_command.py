@@ -58,7 +58,7 @@ def test_verify_names_what_is_damaged_and_says_so_by_its_code(folder: Path, caps
     assert f"damaged: {path}: the checksum of block embeddings differs" in out
     assert "2 good, 1 damaged" in out
     assert json.loads(said(capsys, "verify", str(folder), "--json")) == {
-        "good": 2, "damaged": {}, "missing": [], "adopted": 0, "unfinished": 0,
+        "good": 2, "damaged": {}, "unreadable": {}, "missing": [], "adopted": 0, "unfinished": 0,
     }  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """A folder of records: restarts, damage, crashes, several processes. Each costs a record at most, never a wrong one."""
 
+import os
 import shutil
 import signal
 import sqlite3
@@ -7,7 +8,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import torch
@@ -15,7 +18,7 @@ import torch
 from looseleaf.errors import ConfigError
 from looseleaf.kv.records import Features, Record
 from looseleaf.store.disk import DiskStore
-from looseleaf.store.medium import FaultyMedium
+from looseleaf.store.medium import FaultyMedium, Medium
 from looseleaf.store.protocol import Key
 
 MB = 2**20
@@ -49,7 +52,7 @@ def filled(folder: Path, count: int = 5) -> DiskStore:
 
 
 def path_of(store: DiskStore, name: str) -> Path:
-    return next(entry.path for entry in store.entries() if entry.key == key(name))
+    return store.path(key(name))
 
 
 def test_what_was_stored_is_there_when_it_is_opened_again(tmp_path: Path) -> None:
@@ -150,11 +153,13 @@ def test_verify_names_every_damaged_file_and_keeps_the_rest(tmp_path: Path) -> N
     with sqlite3.connect(tmp_path / "index.sqlite") as index:
         index.execute("DELETE FROM records WHERE identity = 'k4'")
     index.close()
-    (tmp_path / "writing" / "999999999-0-0").write_bytes(b"half")
+    (tmp_path / "writing" / "999999999-abc-0").write_bytes(b"half")
+    (tmp_path / "writing" / f"{os.getpid()}-another-0").write_bytes(b"of a process that had this number before")
+    (tmp_path / "writing" / "99999999999999999999-abc-0").write_bytes(b"of nobody")
     found = store.verify()
     assert set(found.damaged) == {paths[0], paths[1]}
     assert (found.missing, found.adopted) == ([key("k3")], [key("k4")])
-    assert (found.good, found.unfinished) == (3, 1)
+    assert (found.good, found.unfinished, found.unreadable) == (3, 2, {})
     assert sorted(entry.key.identity for entry in store.entries()) == ["k2", "k4", "k5"]
     store.check_integrity()
     again = store.verify()
@@ -241,13 +246,151 @@ def test_readers_and_an_evicting_writer_never_see_a_wrong_record(tmp_path: Path)
     writer.check_integrity()
 
 
+class Meanwhile(Medium):
+    """Lets something happen just before a file is read."""
+
+    def __init__(self, happens: Callable[[], object]) -> None:
+        super().__init__(durable=False)
+        self.happens, self.times = happens, 0
+
+    def reading(self, path: Path) -> BinaryIO:
+        file = super().reading(path)
+        self.times += 1
+        if self.times == 2:  # the second look at what seemed damaged
+            self.happens()
+        return file
+
+
+def test_what_another_process_stored_meanwhile_is_not_put_aside(tmp_path: Path) -> None:
+    other = filled(tmp_path)
+    path_of(other, "k1").write_bytes(b"damaged")
+    reader = DiskStore(tmp_path, MB, medium=Meanwhile(lambda: other.put(key("k1"), record(7))))
+    assert reader.get(key("k1")) is None
+    assert reader.stats().quarantined == 0
+    assert number(other.get(key("k1"))) == number(reader.get(key("k1"))) == 7
+
+
+def test_what_another_process_stored_meanwhile_does_not_expire(tmp_path: Path) -> None:
+    now = [1000.0]
+    one, other = (DiskStore(tmp_path, MB, clock=lambda: now[0]) for _ in range(2))
+    one.put(key("a"), record(1), ttl_s=5)
+    old = one._entry(key("a"))
+    assert old is not None
+    other.put(key("a"), record(2))
+    now[0] += 10
+    assert not one._remove(old)
+    assert number(one.get(key("a"))) == 2
+
+
+def test_an_index_whose_pages_are_damaged_is_built_anew(tmp_path: Path) -> None:
+    filled(tmp_path, 60).close()
+    index = tmp_path / "index.sqlite"
+    data = bytearray(index.read_bytes())
+    for at in range(4096, len(data), 4096):
+        data[at : at + 64] = b"\xff" * 64
+    index.write_bytes(data)
+    again = opened(tmp_path)
+    assert [number(again.get(key(f"k{at}"))) for at in range(60)] == list(range(60))
+    again.check_integrity()
+
+
+def test_an_index_that_goes_under_a_store_that_is_open_is_built_anew(tmp_path: Path) -> None:
+    store = filled(tmp_path)
+    for one in tmp_path.glob("index.sqlite*"):
+        one.unlink()
+    assert number(store.get(key("k1"))) == 1
+    assert store.put(key("new"), record(9))
+    assert number(opened(tmp_path).get(key("new"))) == 9
+
+
+def test_a_crash_while_the_index_is_built_leaves_it_to_be_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled(tmp_path).close()
+    for one in tmp_path.glob("index.sqlite*"):
+        one.unlink()
+    with monkeypatch.context() as broken:
+        broken.setattr(DiskStore, "_look", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            opened(tmp_path)
+    assert number(opened(tmp_path).get(key("k3"))) == 3
+
+
+def test_a_locked_index_costs_a_miss_and_no_waiting_for_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("looseleaf.store.index.WAIT_S", 0.1)
+    store = filled(tmp_path)
+    store.put(key("short"), record(1), ttl_s=-0.0)
+    path_of(store, "k1").write_bytes(b"damaged")
+    other = sqlite3.connect(tmp_path / "index.sqlite", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    assert store.get(key("short")) is None
+    assert store.get(key("k1")) is None
+    assert not store.put(key("new"), record(9))
+    assert not store.delete(key("k2"))
+    assert number(store.get(key("k2"))) == 2
+    assert store.stats().faults >= 3
+    other.execute("ROLLBACK")
+    other.close()
+    assert store.put(key("new"), record(9))
+
+
+def test_files_the_medium_does_not_give_now_stay_where_they_are(tmp_path: Path) -> None:
+    filled(tmp_path).close()
+    medium = FaultyMedium()
+    store = DiskStore(tmp_path, MB, medium=medium)
+    medium.arm("read refused")
+    found = store.verify()
+    assert (found.good, len(found.unreadable), found.damaged) == (4, 1, {})
+    assert store.verify().good == 5
+
+
+def test_a_file_that_was_left_without_an_entry_is_entered_or_goes(tmp_path: Path) -> None:
+    filled(tmp_path).close()
+    with sqlite3.connect(tmp_path / "index.sqlite") as index:
+        index.execute("DELETE FROM records WHERE identity IN ('k0', 'k1')")
+    index.close()
+    store = DiskStore(tmp_path, 4 * 4000)
+    store.collect()
+    assert len(list((tmp_path / "records").glob("*/*"))) == len(store.entries()) == 4
+
+
+def test_files_put_aside_do_not_pile_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("looseleaf.store.disk.MOST_DAMAGED", 3)
+    store = filled(tmp_path)
+    for at in range(5):
+        path_of(store, f"k{at}").write_bytes(b"damaged")
+        assert store.get(key(f"k{at}")) is None
+    assert len(list((tmp_path / "damaged").iterdir())) == 3
+    store.collect()
+    assert list((tmp_path / "damaged").iterdir()) == []
+
+
+def test_a_clock_that_is_set_back_makes_nothing_live_longer(tmp_path: Path) -> None:
+    now = [10_000.0]
+    store = DiskStore(tmp_path, MB, clock=lambda: now[0])
+    store.put(key("a"), record(1), ttl_s=60)
+    now[0] -= 9_000
+    found = store.fetch(key("a"))
+    assert found is not None
+    assert found[1] == 60
+
+
+def test_a_forked_process_opens_the_index_for_itself(tmp_path: Path) -> None:
+    store = filled(tmp_path)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if number(store.get(key("k1"))) == 1 and store.put(key("child"), record(5)) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert number(store.get(key("child"))) == 5
+
+
 WRITES = """
 import sys
 from pathlib import Path
 import torch
 from looseleaf.kv.records import Features
 from looseleaf.store.disk import DiskStore
-from looseleaf.store.medium import FaultyMedium
+from looseleaf.store.medium import FaultyMedium, Medium
 from looseleaf.store.protocol import Key
 store = DiskStore(Path(sys.argv[1]), 2**30)
 print("open", flush=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 from safetensors.torch import load_file
 
 from looseleaf.kv.layout import KVLayout, KVRows, LayerLayout, Plane
@@ -138,12 +139,56 @@ def test_a_header_that_says_something_else_is_found_even_when_its_checksum_fits(
         read(io.BytesIO(forged(written(RECORDS["chunk"]), change)), KEY)
 
 
-def forged(data: bytes, change: dict[str, str]) -> bytes:
-    """With other metadata and the checksum a forger would take of it."""
-    import xxhash
+def odd(**about: object) -> dict[str, object]:
+    return {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]} | about
 
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        odd(shape=[-4]), odd(shape=[4.0]), odd(shape=[2**66]), odd(shape=[True, 4]), odd(data_offsets=[0, -4]),
+        odd(data_offsets=[4, 8]), odd(dtype="U9"), odd(shape="4"), odd(shape=[2**40], data_offsets=[0, 2**40]), [],
+    ],
+)  # fmt: skip
+def test_a_tensor_that_cannot_be_is_damage_and_nobody_makes_room_for_it(tensor: object) -> None:
+    data = written(Features(embeddings=torch.zeros(4, dtype=torch.uint8)))
+    with pytest.raises(DamagedError):
+        read(io.BytesIO(forged(data, {}, {"embeddings": tensor})), KEY)
+
+
+@pytest.mark.parametrize("facts", ['{"layers": 3, "frame": "placed"}', '{"layers": -1, "frame": "unrotated"}',
+                                   '{"layers": 1, "frame": "unrotated"}', "[" * 5000, "[]"])  # fmt: skip
+def test_a_patch_that_does_not_fit_its_facts_is_damage(facts: str) -> None:
+    with pytest.raises(DamagedError):
+        read(io.BytesIO(forged(written(RECORDS["patch"]), {"facts": facts})), KEY)
+
+
+def test_half_a_patch_is_damage() -> None:
+    data = forged(written(RECORDS["patch"]), {}, {}, rename={"001.keys.right": "001.keys.wrong"})
+    with pytest.raises(DamagedError, match="half a patch"):
+        read(io.BytesIO(data), KEY)
+
+
+class Slow(io.BytesIO):
+    """Gives a few bytes at a time, as files on a network may."""
+
+    def readinto(self, room: object) -> int:
+        return super().readinto(memoryview(room)[:7])  # type: ignore[arg-type]
+
+
+def test_a_medium_may_give_less_at_a_time_than_was_asked_for() -> None:
+    record = RECORDS["states"]
+    found, _ = read(Slow(written(record)), KEY)
+    assert torch.equal(tensors(found)[0], tensors(record)[0])
+
+
+def forged(
+    data: bytes, change: dict[str, str], more: dict[str, object] | None = None, rename: dict[str, str] | None = None
+) -> bytes:
+    """With another header and the checksum a forger would take of it."""
     length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
+    header = {(rename or {}).get(name, name): one for name, one in json.loads(data[8 : 8 + length]).items()}
+    header |= more or {}
     header["__metadata__"] |= change | {"header": "0" * 32}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

@@ -144,6 +144,48 @@ def test_what_is_wanted_soon_comes_ahead_and_is_read_once(tmp_path: Path, monkey
     assert (store.stats().hits, store.stats().disk_hits, store.stats().misses) == (2, 2, 1)
 
 
+def test_what_is_used_in_memory_stays_in_the_folder(tmp_path: Path) -> None:
+    store = tiered(tmp_path, memory=1000, disk=100)
+    for at in range(30):
+        store.put(key(f"k{at}"), record(at))
+        store.flush()
+        assert number(store.get(key("k0"))) == 0
+    assert store.disk.contains(key("k0"))
+    assert not store.disk.contains(key("k1"))
+
+
+def test_an_older_record_is_never_taken_for_a_newer_one(tmp_path: Path) -> None:
+    store = tiered(tmp_path, memory=100, disk=200)
+    for size, ttl_s, kept in ((10, 0, False), (150, None, True), (250, None, False)):
+        store.put(key("a"), record(1))
+        store.flush()
+        assert store.put(key("a"), record(2, size), ttl_s=ttl_s) == (kept or ttl_s == 0)
+        for _ in range(2):
+            assert number(store.get(key("a"))) == (2 if kept else None)
+            store.flush()
+        store.delete(key("a"))
+
+
+def test_a_record_that_was_deleted_while_it_was_read_does_not_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = tiered(tmp_path)
+    store.put(key("a"), record(1))
+    store.flush()
+    store.memory.close()
+    fetch = store.disk.fetch
+
+    def slow(wanted: Key) -> object:
+        found = fetch(wanted)
+        assert store.delete(key("a"))
+        return found
+
+    monkeypatch.setattr(store.disk, "fetch", slow)
+    store.get(key("a"))
+    monkeypatch.undo()
+    assert store.get(key("a")) is None
+
+
 def test_closing_does_not_wait_for_what_is_wanted(tmp_path: Path) -> None:
     filled = tiered(tmp_path)
     for at in range(5):
@@ -194,9 +236,12 @@ def test_an_address_opens_a_store(tmp_path: Path) -> None:
     store = open_store(str(tmp_path / "a b"), memory_bytes=1, disk_bytes=1)
     assert isinstance(store, TieredStore)
     store.close()
-    for address in ("", "ftp://x/y", "file://host/path"):
+    for address in ("", "ftp://x/y", "file://host/path", "~nosuchuser/x", "a\0b", "memory:", "memory:/"):
         with pytest.raises(ConfigError, match="store"):
             open_store(address, memory_bytes=1, disk_bytes=1)
+        with pytest.raises(ConfigError, match="store"):
+            Config(store=address)
+    assert folder_of("file:///tmp/a#b?c") == Path("/tmp/a#b?c")
     with pytest.raises(ConfigError, match="store is 'memory://'"):
         Config(store=3)  # type: ignore[arg-type]
 

@@ -309,5 +309,6 @@ def test_a_model_of_one_size_sees_smaller_pictures_until_prompts_are_whole() -> 
         frames = {pick_size(kind, level, bounds, Random(0)) for kind in ("clips", "events")}
         assert frames == ({(224, 224)} if level is every[-1] else {(112, 112)})
         pictures = {pick_size("pictures", level, bounds, Random(seed)) for seed in range(99)}
+        assert (pictures == {(224, 224)}) == (level is every[-1])
         assert ((224, 224) in pictures) == (level is every[-1])
     assert HELD_OUT["deepseek_vl"].sizes == ((224, 224),), "what its processor makes of every image"
