@@ -139,15 +139,18 @@ def time_requests(adapter: Adapter, folder: Path, rounds: int, seed: int) -> tup
         store.flush()
         records = [entry for entry in store.disk.entries() if entry.kind == "chunk-kv"][:HALF]
 
-        def ask(images: list[Image]) -> float:
-            for entry in records:
+        def ask(images: list[Image], *, at_hand: bool = False) -> float:
+            for entry in [] if at_hand else records:
                 store.memory.delete(entry.key)
             started = time.perf_counter()
             ll.ask(["Compare", *images, "now"], policy=FullReuse(), max_tokens=1, no_store=True)
             return time.perf_counter() - started
 
-        alone = statistics.median(ask(drawn()) for _ in range(3))
-        rate = sum(entry.size_bytes for entry in records) / alone
+        alone, rest = [], []
+        for _ in range(max(3, rounds // 2)):
+            alone.append(ask(drawn()))
+            rest.append(ask(stored, at_hand=True))
+        rate = sum(entry.size_bytes for entry in records) / (statistics.median(alone) - statistics.median(rest))
         store.disk.medium = RatedMedium(rate)
         taken: dict[str, list[float]] = {}
         for _ in range(rounds):
