@@ -100,13 +100,14 @@ class TieredStore:
         with self._news:
             self._changes += 1
         kept = self.memory.put(key, record, ttl_s=ttl_s)
-        if not kept:
-            self.memory.delete(key)  # an older one must not be taken for it
         if isinstance(record, SequenceKV):
             return kept
         if record.nbytes > self.disk.budget_bytes:
-            self._drop_below(key)
+            if kept:
+                self._drop_below(key)  # an older one must not be taken for it
             return kept
+        if not kept:
+            self.memory.delete(key)  # nor here
         with self._news:
             while self._waiting and self._waiting_bytes + record.nbytes > WAITING_BYTES and not self._closed:
                 self._news.wait()
@@ -143,11 +144,14 @@ class TieredStore:
                 self._news.wait()
 
     def stats(self) -> StoreStats:
-        """What was found and what was not; records, bytes and evictions of memory; what the folder holds."""
+        """What was found and what was not; records, bytes and evictions of memory; what the folder holds.
+
+        A record expires in both, and blocks of prefixes in memory alone: the larger count is the nearer.
+        """
         above, below = self.memory.stats(), self.disk.stats()
         with self._news:
             return replace(
-                above, hits=self._hits, misses=self._misses, expired=above.expired + below.expired,
+                above, hits=self._hits, misses=self._misses, expired=max(above.expired, below.expired),
                 quarantined=below.quarantined, faults=below.faults, disk_records=below.records,
                 disk_bytes=below.size_bytes, disk_hits=self._disk_hits,
             )  # fmt: skip

@@ -12,6 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from looseleaf.store.disk import DiskStore
 from looseleaf.store.medium import Medium
 from looseleaf.store.memory import MemoryStore
 from looseleaf.store.protocol import Key, Store, StoreStats
+from looseleaf.store.tiered import TieredStore
 
 Opener = Callable[[int, Callable[[], float]], Store]
 
@@ -35,9 +37,28 @@ def on_disk(budget_bytes: int, clock: Callable[[], float]) -> Store:
     return DiskStore(Path(folder), budget_bytes, clock=clock, medium=Medium(durable=False))
 
 
+class Flushed(TieredStore):
+    """Everything in the folder at once, and figures as those of one store: both hold the same then."""
+
+    def put(self, key: Key, record: Record, *, ttl_s: float | None = None) -> bool:
+        said = super().put(key, record, ttl_s=ttl_s)
+        self.flush()
+        return said
+
+    def stats(self) -> StoreStats:
+        return replace(super().stats(), disk_records=0, disk_bytes=0, disk_hits=0)
+
+
+def tiered(budget_bytes: int, clock: Callable[[], float]) -> Store:
+    below = on_disk(budget_bytes, clock)
+    assert isinstance(below, DiskStore)
+    return Flushed(MemoryStore(budget_bytes, clock=clock), below, clock=clock)
+
+
 STORES: dict[str, Opener] = {
     "memory": lambda budget_bytes, clock: MemoryStore(budget_bytes, clock=clock),
     "disk": on_disk,
+    "tiered": tiered,
 }
 
 
