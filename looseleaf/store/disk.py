@@ -120,7 +120,8 @@ class DiskStore:
         """Keep a record, evicting the least recently used; False when it does not fit or cannot be written."""
         if ttl_s is not None:
             check_number("ttl_s", ttl_s, low=0)
-        if self._closed or files.size_of(record) > self.budget_bytes:
+        size_bytes = files.size_of(record)
+        if self._closed or size_bytes > self.budget_bytes:
             self._count(refused=1)
             return False
         now = self._clock()
@@ -130,7 +131,8 @@ class DiskStore:
             with self.medium.writing(aside) as file:
                 files.write(file, key, record, created_s=now, expires_s=expires_s)
                 self.medium.flush(file)
-            self._enter(key, record, aside, now, expires_s)
+            self._enter(Entry(key=key, kind=files.kind_of(record), size_bytes=size_bytes, created_s=now,
+                              expires_s=expires_s), aside)  # fmt: skip
         except Exception as error:  # a medium, an index, a device that has no memory left
             log.warning("a record could not be stored: %r", error)
             self._count(refused=1, faults=1)
@@ -195,8 +197,8 @@ class DiskStore:
                         damaged[path] = str(error)
                 except OSError as error:
                     unreadable[path] = str(error)
-            missing = [entry.key for path, entry in known.items() if not path.exists() and self._remove(entry)
-                       and path not in damaged]  # fmt: skip
+            gone = [entry for path, entry in known.items() if path not in damaged and not path.exists()]
+            missing = [entry.key for entry in gone if self._remove(entry)]  # else it was evicted meanwhile
             return Found(good=good, damaged=damaged, unreadable=unreadable, missing=missing,
                          adopted=self._adopt(strays), unfinished=self._sweep())  # fmt: skip
 
@@ -263,7 +265,7 @@ class DiskStore:
             with contextlib.suppress(DamagedError, OSError):  # `verify` says which
                 found.append(self._look(path))
         for one in sorted(found, key=lambda manifest: manifest.created_s):
-            index.enter(one.key, one.kind, one.size_bytes, one.created_s, one.expires_s)
+            index.enter(_entry_of(one))
 
     def _strays(self) -> list[Path]:
         """Files the index does not have: of writers that were killed, or of rows that were deleted by hand."""
@@ -277,7 +279,7 @@ class DiskStore:
             with contextlib.suppress(DamagedError, OSError), self._index.writing():
                 one = self._look(path)
                 if self._index.current(one.key) is None:
-                    self._index.enter(one.key, one.kind, one.size_bytes, one.created_s, one.expires_s)
+                    self._index.enter(_entry_of(one))
                     adopted.append(one.key)
         return adopted
 
@@ -356,20 +358,20 @@ class DiskStore:
                 with self._changing():
                     pass
 
-    def _enter(self, key: Key, record: Record, aside: Path, created_s: float, expires_s: float | None) -> None:
+    def _enter(self, entry: Entry, aside: Path) -> None:
         """Move a file to its place, make room and enter it."""
-        path, size_bytes = self.path(key), files.size_of(record)
+        path = self.path(entry.key)
         if not path.parent.exists():
             path.parent.mkdir(exist_ok=True)
             self.medium.flush_folder(path.parent.parent)
         with self._changing() as doomed:
-            before = self._index.current(key)
+            before = self._index.current(entry.key)
             if before is not None:
-                self._index.remove(key)  # its bytes do not count any more, its file is replaced
+                self._index.remove(entry.key)  # its bytes do not count any more, its file is replaced
             try:
-                self._make_room(size_bytes, doomed)
+                self._make_room(entry.size_bytes, doomed)
                 self.medium.rename(aside, path)
-                self._index.enter(key, files.kind_of(record), size_bytes, created_s, expires_s)
+                self._index.enter(entry)
             except BaseException:
                 if before is None:
                     path.unlink(missing_ok=True)
@@ -452,6 +454,13 @@ class DiskStore:
         with self._lock:
             now = {name: getattr(self._counts, name) + int(by) for name, by in more.items()}
             self._counts = replace(self._counts, **now)
+
+
+def _entry_of(manifest: Manifest) -> Entry:
+    return Entry(
+        key=manifest.key, kind=manifest.kind, size_bytes=manifest.size_bytes, created_s=manifest.created_s,
+        expires_s=manifest.expires_s,
+    )  # fmt: skip
 
 
 def _is_running(process: int) -> bool:

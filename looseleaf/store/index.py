@@ -42,8 +42,8 @@ class Entry:
     size_bytes: int
     created_s: float
     expires_s: float | None
-    mark: int
-    """Of this very putting: the same key put again has another."""
+    mark: int = 0
+    """Of this very putting, given by the index: the same key put again has another."""
 
 
 class Index:
@@ -128,11 +128,11 @@ class Index:
         rows = self._writer.execute(f"SELECT {COLUMNS} FROM records WHERE expires_s <= ?", (now,)).fetchall()
         return [_as_entry(row) for row in rows]
 
-    def enter(self, key: Key, kind: str, size_bytes: int, created_s: float, expires_s: float | None) -> None:
-        """A record, as the most recently used, inside `writing`."""
+    def enter(self, entry: Entry) -> None:
+        """A record, as the most recently used and with a mark of its own, inside `writing`."""
         self._writer.execute(
             f"INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?, ?, ?, {NEXT}, ?)",
-            (*key, kind, size_bytes, created_s, expires_s, secrets.randbits(62)),
+            (*entry.key, entry.kind, entry.size_bytes, entry.created_s, entry.expires_s, secrets.randbits(62)),
         )
 
     def touch(self, key: Key) -> None:

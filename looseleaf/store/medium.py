@@ -9,7 +9,6 @@ import errno
 import io
 import os
 import time
-from collections import Counter
 from pathlib import Path
 from random import Random
 from typing import Any, BinaryIO
@@ -86,13 +85,12 @@ WRITE_FAULTS = ("out of space", "partial write", "flush refused", "rename refuse
 
 
 class FaultyMedium(Medium):
-    """A medium that fails: the next operation a fault is armed for, or any with some chance."""
+    """A medium that fails when it was told to."""
 
-    def __init__(self, *, seed: int = 0, rate: float = 0.0, durable: bool = False):
+    def __init__(self, *, seed: int = 0, durable: bool = False):
         super().__init__(durable=durable)
-        self._chance, self._rate = Random(seed), rate
+        self._chance = Random(seed)
         self._armed: list[str] = []
-        self.injected: Counter[str] = Counter()
 
     def arm(self, fault: str) -> None:
         """The next operation this fault can happen to, suffers it."""
@@ -139,10 +137,6 @@ class FaultyMedium(Medium):
         fault = next((one for one in self._armed if one in possible), None)
         if fault is not None:
             self._armed.remove(fault)
-        elif self._rate and self._chance.random() < self._rate:
-            fault = self._chance.choice(possible)
-        if fault is not None:
-            self.injected[fault] += 1
         return fault
 
 
